@@ -104,6 +104,12 @@ def _offload(tuned: Proved) -> str:
     return f"offload in steps of {tuned.settings.step:g}" if some else ""
 
 
+def _offload_modules(tuned: Proved) -> str:
+    able = "offload_modules" in TARGETS[tuned.job.target].capability.switches
+    said = tuned.settings.limits.offload_modules is not None or tuned.job.execution.offload_modules
+    return "activations of modules in host memory only where --fix asks for it" if able and not said else ""
+
+
 def _layers(tuned: Proved) -> str:
     return "stages that are alike split layers near evenly" if tuned.space.near_even else ""
 
@@ -170,6 +176,11 @@ LEFT_OUT = (
         told="other widths of gradients and optimizer states than the usual ones, which train with other "
         "numbers, and sub-groups of replicas with all optimizer states but the largest on as many nodes",
         words=_states,
+    ),
+    LeftOut(
+        keys=("offload_modules",),
+        told="activations that leave by modules (`--offload-modules`), but where --fix asks for it",
+        words=_offload_modules,
     ),
     LeftOut(told="fractions of offload between the steps of `--grid`", words=_offload),
     LeftOut(told="splits of layers over stages that are alike which are not near even", words=_layers),

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import cast, get_args
 
 from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
-from mist_megatron.calibrate.table_models import KNOWN, model_named, offloaded_share
+from mist_megatron.calibrate.table_models import model_named
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec, GpuSpec
@@ -28,6 +28,7 @@ from mist_megatron.spec.kinds import (
 )
 from mist_megatron.spec.mesh import nodes_and_gpus
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.offloaded import OFFLOAD_MODULES, OffloadModule
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
 from mist_megatron.spec.recompute import MODULES, Module, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED, ONE_F_ONE_B
@@ -231,6 +232,7 @@ def _execution(row: Cells, model: ModelSpec, quantization: Quantization | None) 
         # Megatron-Bridge and its like switch the fused loss on.
         fused_cross_entropy=True,
         recompute_modules=_modules(row),
+        offload_modules=_offload_modules(row),
         cuda_graphs=_graphs(row),
         quantization=quantization,
         optimizer_bytes=_optimizer_bytes(row, quantization),
@@ -302,6 +304,15 @@ def _modules(row: Cells) -> tuple[Module, ...] | None:
     return tuple(cast(Module, name) for name in names)
 
 
+def _offload_modules(row: Cells) -> tuple[OffloadModule, ...] | None:
+    """Modules whose saved activations leave for host memory."""
+    text = row.text("offload")
+    named = text.removeprefix("act:").split("+")
+    if not text.startswith("act:") or not set(named) <= set(OFFLOAD_MODULES):
+        return None
+    return tuple(module for module in OFFLOAD_MODULES if module in named)
+
+
 def _offload(row: Cells, model: ModelSpec) -> Offload:
     """Layers whose activations are kept in host memory. A paged stash keeps what experts saved in buffers of
     fixed size, and sends to the host what does not fit, which balanced routing never does."""
@@ -309,9 +320,8 @@ def _offload(row: Cells, model: ModelSpec) -> Offload:
     if text in NO or text.startswith("paged_stash"):
         return Offload()
     layers = re.fullmatch(r"layers:(\d+)", text)
-    modules = text.removeprefix("act:").split("+")
-    if text.startswith("act:") and set(modules) <= set(KNOWN):
-        return Offload(activations=offloaded_share(model, modules))
+    if _offload_modules(row) is not None:
+        return Offload()
     if not layers:
         raise Inexpressible(f"offload {text!r} is not modelled")
     return Offload(activations=min(int(layers.group(1)) / model.layers, 1.0))

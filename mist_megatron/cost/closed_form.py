@@ -48,7 +48,8 @@ from mist_megatron.cost.sends import (
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.work import LayerWork, StageWork, edge_grid, kept_layer, last_layer_stays
+from mist_megatron.cost.turning import begun_with, warmed_up
+from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import StageRole
@@ -165,6 +166,7 @@ def _block_terms(
     add_term(stable, Term.EXPOSED_TRAFFIC, exposed)
     add_term(stable, Term.PIPELINE_FILL_OF_LAYERS, _arrivals(forward, backward, kept, whole))
     first = forward.beyond((kept.first, kept.forward), (whole.first, whole.forward))
+    first = first + warmed_up(work, forward.runs_ended, kept.forward, load)
     last = backward.beyond((kept.last, kept.backward), (whole.last, whole.backward))
     add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
     if gathers_on_arrival(grid, facts):
@@ -285,11 +287,8 @@ def _followed(work: StageWork) -> bool:
 def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tuple[_Run, _Run]:
     """Layers of the kind at that place, kept and recomputed."""
     block = gathered_apart(work, place)
-    kept, ends, followed = block.kept, block.kept, _followed(work)
-    if (followed or last_layer_stays(work)) and np.any(work.grid.offload.activations):
-        # The recomputed layers' backward pass comes first: nothing that they saved has to come in before it.
-        quiet = work.grid.offloading(activations=ZERO)
-        ends = kept_layer(quiet, work.loads.blocks[place], work.context)
+    kept, followed = block.kept, _followed(work)
+    ends = begun_with(work, place, kept, followed=followed)
     run = _run(work, kept, ends, between, followed)
     if block.recomputed is kept:
         return run, run

@@ -15,6 +15,7 @@ from mist_megatron.cost.closed_form import closed_form
 from mist_megatron.cost.compile import Program
 from mist_megatron.cost.grid import (
     OFFLOAD_SYMBOLS,
+    ON_HOST,
     Array,
     LayerSizes,
     StageCost,
@@ -250,21 +251,21 @@ class StageEvaluator:
 
     def host_terms(self, grid: StageGrid) -> dict[str, Array]:
         """The same by kind of what is kept there."""
-        parts = self.host_parts(grid)
-        return {kind: fraction * parts[kind] for kind, fraction in grid.offload.items() if kind in parts}
+        shares = {**dict(grid.offload.items()), ON_HOST: np.ones(())}
+        return {kind: shares[kind] * part for kind, part in self.host_parts(grid).items()}
 
     def host_parts(self, grid: StageGrid) -> dict[str, Array]:
         """What it would keep there of each kind that is offloaded anywhere, were all of it there. Bytes of a
         kind on the GPU fall linearly with the fraction that is on the host, so the two ends tell how many
         there are."""
         kinds = [kind for kind, fraction in grid.offload.items() if np.any(fraction)]
+        parts = self._computed(grid, (ON_HOST,)) if self.job.execution.offload_modules else {}
         if not kinds:
-            return {}
+            return parts
         facts, none = self._memory_facts, np.zeros(())
         nothing = replace(grid, offload=alike(none))
         whole = replace(grid, offload=alike(none + 1.0))
         stay, gone = (self._memory(end, ("term.",)) for end in (nothing, whole))
-        parts: dict[str, Array] = {}
         for kind in kinds:
             each = stay[f"term.{kind}"] - gone[f"term.{kind}"]
             if kind == "activations":

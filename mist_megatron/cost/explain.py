@@ -55,6 +55,7 @@ def explain(job: Job, role: StageRole) -> tuple[Section, ...]:
 
 
 def _of_kind(name: str, block: tuple[Operator, ...], sizes: dict[str, Expr]) -> tuple[Section, ...]:
+    moved = sizes.get(f"{name}_moved_bytes")
     one = "one layer" if name == OWN_KIND else f"one layer of kind {name}"
     return (
         Section(f"operators of {one}, forward", _operators(block, backward=False)),
@@ -64,6 +65,7 @@ def _of_kind(name: str, block: tuple[Operator, ...], sizes: dict[str, Expr]) -> 
             (
                 Line("parameters", text_of(sizes[f"{name}_parameters"])),
                 Line("saved bytes", text_of(sizes[f"{name}_saved_bytes"])),
+                *([Line("bytes to host memory and back", text_of(moved))] if moved is not None else []),
                 Line("forward FLOPs", text_of(forward_flops(block))),
                 Line("backward FLOPs", text_of(backward_flops(block))),
             ),

@@ -19,6 +19,8 @@ ONE: Array = np.ones(())
 
 OFFLOAD_SYMBOLS = per_kind(lambda kind: f"{kind[0]}o")
 """Names of the offloaded fractions in the expressions of the cost model."""
+ON_HOST = "activations of modules"
+"""What host memory keeps of modules that are offloaded, among kinds of bytes there."""
 RECOMPUTE_SYMBOLS = {kind: kind[:3] for kind in PARTIAL}
 """Names there of what is 1 for one kind of recomputation and 0 for the others."""
 

@@ -52,6 +52,7 @@ from mist_megatron.spec.experts import LatentAttention
 from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.offloaded import OffloadModule
 from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
 from mist_megatron.spec.recurrent import DeltaNet, Mamba
 
@@ -73,6 +74,8 @@ class LayerOptions:
     dispatcher: Dispatcher = "alltoall"
     modules: tuple[Module, ...] = USUAL_MODULES
     """What selective recomputation runs again."""
+    offloaded: tuple[OffloadModule, ...] = ()
+    """Whose saved tensors leave for host memory."""
     graphs: tuple[GraphModule, ...] = ()
     """What CUDA graphs replay."""
     fused_experts: bool = False

@@ -16,6 +16,7 @@ from mist_megatron.cost.entries import outside_bytes
 from mist_megatron.cost.layer_memory import layer_memory, norm_elements
 from mist_megatron.cost.layers import LayerOptions, expert_parameters, saved_bytes
 from mist_megatron.cost.mtp import depths_kept, head_edge
+from mist_megatron.cost.offloaded import Moved, moved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
     ACTIVATION,
@@ -61,6 +62,8 @@ class StageMemory:
     backward."""
     peaks: dict[str, Expr]
     """Everything held at each moment; the largest is the stage's peak."""
+    on_host: Expr = ZERO
+    """What modules that are offloaded keep in host memory."""
 
     @property
     def peak(self) -> Expr:
@@ -114,20 +117,15 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
     pipe = _pipe_buffers(facts, role) if piped else NO_BUFFERS
     states["buffers"] = states["buffers"] + pipe.held
     held = sum(states.values(), start=ZERO)
-    per_micro_batch = sum(
-        (
-            (kind.layers - kind.ckpt) * kind.saved * (1 - OFFLOAD.activations) + kind.ckpt * kind.kept_input
-            for kind in kinds
-        ),
-        start=ZERO,
-    )
+    per_micro_batch = sum((_kept(kind) for kind in kinds), start=ZERO)
     # Offloaded tensors pass through the GPU: one layer's on the way out, one layer's on the way back.
     per_micro_batch_once = OFFLOAD.activations * _most([kind.present * kind.saved for kind in kinds])
-    per_micro_batch_once = per_micro_batch_once + _paired(kinds, facts)
+    passing = _most([kind.present * kind.moved.freed for kind in kinds])
+    per_micro_batch_once = per_micro_batch_once + _paired(kinds, facts) + _passing(role) * passing
     edge = _edge_activations(model, options, facts, role) + pipe.per_micro_batch
     edge = edge + sum((kind.present * kind.passing for kind in kinds[-1:]), start=ZERO)
     activations = IN_FLIGHT * (per_micro_batch + edge) + per_micro_batch_once
-    others = (IN_FLIGHT - 1) * (per_micro_batch + edge)
+    others = (IN_FLIGHT - 1) * (per_micro_batch + edge) + (_passing(role) - 2) * passing
     peaks = {
         "backward": held + activations + _most([kind.present * kind.backward for kind in kinds]),
         "forward": held + activations + _most([kind.present * kind.forward for kind in kinds]),
@@ -164,7 +162,22 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
             # The last is the head's, or a layer's, when the forward pass before it has been kept.
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
             peaks["layer_step"] = held + activations + facts.step.of_layer * widest * made
-    return StageMemory({**states, "activations": activations}, peaks)
+    on_host = sum(((kind.layers - kind.ckpt) * kind.moved.copied for kind in kinds), start=ZERO)
+    return StageMemory({**states, "activations": activations}, peaks, IN_FLIGHT * on_host)
+
+
+def _kept(kind: _Kind) -> Expr:
+    """On the GPU between its passes, of all layers of a kind."""
+    saved = kind.saved * (1 - OFFLOAD.activations) - kind.moved.freed
+    return (kind.layers - kind.ckpt) * saved + kind.ckpt * kind.kept_input
+
+
+def _passing(role: StageRole) -> int:
+    """Layers of which modules that are offloaded are on the GPU at once: the one that runs and the one that
+    leaves, which the next one waits for (--fine-grained-offloading-max-inflight-offloads 1); in a pipeline
+    also the one that the next backward pass begins with, which comes while a forward pass runs
+    (`pre_reload_last_layer`). Where a backward pass follows at once that one has never left."""
+    return 2 if role is StageRole.ONLY else 3
 
 
 @dataclass(frozen=True)
@@ -181,13 +194,15 @@ class _Kind:
     kept_input: Expr
     forward: Expr
     backward: Expr
+    moved: Moved
+    """What leaves of it for host memory."""
     passing: Expr
     """Of an encoder's output, which all its layers read and keep once."""
 
 
 def _kind(block: Block, kinds: int, options: LayerOptions, facts: MemoryFacts) -> _Kind:
     memory = layer_memory(block.kind, options, facts.modules, passes_back=block.passes_back)
-    source = block.kind.cross_attention
+    source, moved = block.kind.cross_attention, moved_bytes(block.kind, options)
     return _Kind(
         layers=block.layers,
         ckpt=block.ckpt,
@@ -197,6 +212,7 @@ def _kind(block: Block, kinds: int, options: LayerOptions, facts: MemoryFacts) -
         kept_input=block.own(memory.kept_input),
         forward=block.own(memory.forward),
         backward=block.own(memory.backward),
+        moved=Moved(block.own(moved.freed), block.own(moved.copied)),
         passing=ZERO if source is None else block.own(outside_bytes(source)),
     )
 

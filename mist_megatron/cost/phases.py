@@ -83,6 +83,8 @@ def phase(
     then = streams.tensor_s + streams.blocking_gather_s + streams.blocking_reduce_s
     serial = compute + then
     inside = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors, then)
+    if np.any(streams.sent_s) and not (copy_in is ZERO and copy_out is ZERO):
+        return _among_tokens(streams, compute, inside, alone_s, factors)
     if followed:
         last = overlapped_time((compute, reduce, ZERO, copy_out), factors, then)
         return Phase(inside - serial, last - serial, alone_s)
@@ -91,6 +93,37 @@ def phase(
     computed, copies = until_done(COMPUTE, before, (ZERO, copy_out), factors)
     ended, _ = until_done(GPU_GPU, then, copies, factors)
     return Phase(inside - serial, np.minimum(computed + ended, inside) - serial, alone_s)
+
+
+def _among_tokens(
+    streams: PassWork, compute_s: Array, inside_s: Array, alone_s: Array, factors: Array
+) -> Phase:
+    """The same where tokens travel while copies go on: in the midst of compute, not behind it. Copies out go
+    beside forward passes, in which tokens leave after attention; in backward passes they leave first."""
+    outside, within = compute_s - streams.inside_s, streams.inside_s
+    others = streams.tensor_s - streams.sent_s + streams.blocking_gather_s + streams.blocking_reduce_s
+    half = streams.sent_s / 2
+    travels = ((GPU_GPU, half), (COMPUTE, within), (GPU_GPU, half))
+    forward = bool(np.any(streams.copy_out_s))
+    apart = (COMPUTE, outside)
+    chain = [apart, *travels] if forward else [*travels, apart]
+    chain.append((GPU_GPU, others))
+
+    def beside(copies: tuple[Array, Array]) -> tuple[Array, Array]:
+        total = ZERO
+        for stream, seconds in chain:
+            spent, copies = until_done(stream, seconds, copies, factors)
+            total = total + spent
+        return total, overlapped_time((ZERO, ZERO, *copies), factors)
+
+    serial = compute_s + others + streams.sent_s
+    copies = dropped_if_idle(streams.copy_in_s), dropped_if_idle(streams.copy_out_s)
+    ended, left = beside(copies)
+    behind = overlapped_time((compute_s, ZERO, *copies), factors, others + streams.sent_s)
+    # Weights and gradients that travel too add what they would if tokens came last.
+    whole = ended + left + np.maximum(inside_s - behind, 0.0)
+    last, _ = beside((ZERO, copies[1]))
+    return Phase(whole - serial, np.minimum(last, whole) - serial, alone_s)
 
 
 def steps_ahead(layer: LayerWork, step_s: Array, forward: Phase, factors: Array) -> Phase:

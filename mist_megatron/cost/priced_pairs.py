@@ -77,6 +77,7 @@ class Pairs:
             forward_beside_s=forward.beside_s,
             backward_beside_s=backward.beside_s,
             saved_bytes=self.sizes.get(f"{layer}_saved_bytes", np.zeros(())),
+            moved_bytes=self.sizes.get(f"{layer}_moved_bytes", ZERO),
             dropped_s=ZERO if dropped is None else dropped.compute_s + dropped.waiting_s(*host_s),
             dropped_collective_s=ZERO if dropped is None else dropped.stopping_s,
             weight_grad_s=backward.weight_grad_s,

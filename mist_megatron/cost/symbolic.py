@@ -12,10 +12,12 @@ from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.blocks import blocks, first_edge
 from mist_megatron.cost.chosen import captured, without_gaps
 from mist_megatron.cost.compile import compile_expressions
+from mist_megatron.cost.grid import ON_HOST
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, stage_memory
 from mist_megatron.cost.mtp import head_edge
+from mist_megatron.cost.offloaded import moved_bytes
 from mist_megatron.cost.operators import ZERO, Operator
 from mist_megatron.cost.shapes import ACTIVATION, VOCAB_SHARE
 from mist_megatron.cost.stage import StageProgram, build_stage_program
@@ -40,6 +42,7 @@ def layer_options(job: Job) -> LayerOptions:
         quantization=job.execution.quantization,
         dispatcher=job.execution.dispatcher,
         modules=job.execution.modules,
+        offloaded=job.execution.offload_modules or (),
         graphs=graphs,
         # A graph of the whole step needs experts that the host never asks; recipes that have it fuse them.
         fused_experts=job.execution.quantization == "mxfp8" and "full_iteration" in graphs,
@@ -86,6 +89,9 @@ def size_expressions(job: Job) -> dict[str, Expr]:
         each[f"{block.kind.name}_expert_parameters"] = block.expert_parameters
         kept = layer_memory(block.kind, options, modules, passes_back=block.passes_back).saved
         each[f"{block.kind.name}_saved_bytes"] = block.own(kept)
+        if options.offloaded:
+            moved = moved_bytes(block.kind, options)
+            each[f"{block.kind.name}_moved_bytes"] = block.own(moved.copied)
         if block.still != ZERO:
             each[f"{block.kind.name}_still"] = block.still
         if not job.model.alike:
@@ -115,8 +121,10 @@ def memory_expressions(job: Job, role: StageRole) -> dict[str, Expr]:
     memory = stage_memory(job.model, layer_options(job), facts, role)
     states = [size for name, size in memory.terms.items() if name != "activations"]
     held = sum(states, start=number(0))
+    on_host = {ON_HOST: memory.on_host} if job.execution.offload_modules else {}
     return {
         "held": held,
+        **on_host,
         **{f"term.{name}": size for name, size in memory.terms.items()},
         **{f"beyond.{name}": size - held for name, size in memory.peaks.items()},
     }

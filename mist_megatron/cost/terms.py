@@ -102,6 +102,8 @@ class LayerLoad:
     parameters: Array
     saved_bytes: Array = field(default_factory=lambda: ZERO)
     """Kept for backward by a layer that is not recomputed in full."""
+    moved_bytes: Array = field(default_factory=lambda: ZERO)
+    """Of modules whose saved tensors go to host memory and back, of such a layer."""
     dropped_s: Array = field(default_factory=lambda: ZERO)
     """Compute and ..."""
     dropped_collective_s: Array = field(default_factory=lambda: ZERO)

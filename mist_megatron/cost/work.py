@@ -142,7 +142,7 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
     plain = replace(context, tensor_collectives_overlap=False)
     embedding, head = (
         # Never recomputed, and their activations are never offloaded.
-        None if load is None else layer_work(edge, load, plain, again=NOTHING_AGAIN, saved_bytes=ZERO)
+        None if load is None else layer_work(edge, load, plain, again=NOTHING_AGAIN, moved_bytes=ZERO)
         for load in (loads.embedding, loads.head)
     )
     return StageWork(
@@ -164,31 +164,25 @@ def _block_work(grid: StageGrid, block: LayerLoad, context: TimeContext) -> Bloc
     kept = recomputed = kept_layer(grid, block, context)
     if np.any(grid.ckpt):
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
-        recomputed = layer_work(grid, block, context, again=block.again, saved_bytes=ZERO)
+        recomputed = layer_work(grid, block, context, again=block.again, moved_bytes=ZERO)
     return BlockWork(kept=kept, recomputed=recomputed)
-
-
-def last_layer_stays(work: StageWork) -> bool:
-    """Whether what the stage's last layer saved is still there when its backward pass begins."""
-    follows_at_once = work.grid.role.has_head and work.grid.vpp == 1
-    return work.context.facts.host_copies.last_stays and follows_at_once
 
 
 def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:
     """A layer of which nothing or a part is recomputed."""
-    return layer_work(grid, load, context, again=load.dropped, saved_bytes=load.saved_bytes)
+    moved = grid.offload.activations * load.saved_bytes + load.moved_bytes
+    return layer_work(grid, load, context, again=load.dropped, moved_bytes=moved)
 
 
 def layer_work(
-    grid: StageGrid, load: LayerLoad, context: TimeContext, *, again: Again, saved_bytes: Array
+    grid: StageGrid, load: LayerLoad, context: TimeContext, *, again: Again, moved_bytes: Array
 ) -> LayerWork:
     """One kind of layer; `again` is the compute and the collectives that its backward pass does again, and
-    `saved_bytes` what of its activations may be offloaded."""
+    `moved_bytes` what of its activations goes to host memory and back."""
     traffic, around = layer_traffic(grid, load, context), shard_passes_s(load.parameters, grid, context)
     shared = _data_parallel(grid, traffic, context.facts)
     gathers = 1.0 + _gathers_again(load, context.facts, again[0]) if load.passes_back else ZERO
-    saved = grid.offload.activations * saved_bytes
-    saved_out, saved_in = host_copy(saved, "d2h", context), host_copy(saved, "h2d", context)
+    saved_out, saved_in = (host_copy(moved_bytes, way, context) for way in ("d2h", "h2d"))
     backward_s = load.backward_s + again[0]
     (forward_tp, forward_sent), (backward_tp, backward_sent) = _stopping(grid, load, context, again)
     forward = PassWork(

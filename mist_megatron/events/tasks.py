@@ -17,9 +17,10 @@ from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import grid_of, grids_of, recomputed_layers
-from mist_megatron.cost.terms import ZERO, LayerLoad
+from mist_megatron.cost.terms import LayerLoad
 from mist_megatron.cost.traffic import gathers_by_chunk, reduces_by_chunk
-from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, last_layer_stays
+from mist_megatron.cost.turning import found_there, last_layer_stays
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.events.engine import Stream
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.passes import Pass, PassKind
@@ -270,7 +271,7 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
 
 def _without_arrivals(kept: LayerTasks, load: LayerLoad, work: StageWork) -> LayerTasks:
     """A layer whose backward pass finds on the device what its forward pass sends off."""
-    quiet = _layer(kept_layer(work.grid.offloading(activations=ZERO), load, work.context))
+    quiet = _layer(found_there(work, load))
     return replace(
         kept,
         backward=replace(kept.backward, copy_in_s=quiet.backward.copy_in_s),

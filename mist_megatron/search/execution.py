@@ -87,7 +87,7 @@ def _pairs(shape: EqualPipeline) -> bool:
 
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched."""
-    job = with_said(job, limits)
+    job = _with_modules(with_said(job, limits), limits)
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
     require_spread(job, space, limits)
     kinds = dispatchers(job, space, limits)
@@ -163,6 +163,19 @@ def _none_open(job: Job, space: Space, limits: Limits) -> str:
 
 
 _Modules = tuple[Module, ...] | None
+
+
+def _with_modules(job: Job, limits: Limits) -> Job:
+    """With the modules whose activations leave for host memory, where --fix says them."""
+    modules = limits.offload_modules
+    if modules is None:
+        return job
+    if modules and "offload_modules" not in TARGETS[job.target].capability.switches:
+        raise InputError(
+            f"--fix offload_modules={'+'.join(modules)}: {job.target} sends no activations to host memory by "
+            "modules, wanted target megatron"
+        )
+    return replace(job, execution=replace(job.execution, offload_modules=modules or None))
 
 
 def _switched(job: Job, variant: ExecutionVariant, context: Context, dispatcher: Dispatcher | None) -> Job:

@@ -6,6 +6,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, SHORT, SWITCH_KEYS, Limits
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, DISPATCHERS
+from mist_megatron.spec.offloaded import OFFLOAD_MODULES, OffloadModule
 from mist_megatron.spec.recompute import MODULES, RECOMPUTE_KINDS, Module
 from mist_megatron.spec.schedule import INTERLEAVED
 
@@ -28,6 +29,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         check.known("--fix context_exchange", "kind", exchange, CONTEXT_EXCHANGES)
         if (banned := f"context_exchange.{exchange}") in forbid:
             raise InputError(f"--fix context_exchange={exchange} contradicts --forbid {banned}")
+    offloaded = said.pop("offload_modules", None)
     fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
     bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
     for name in forbid:
@@ -50,6 +52,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         recompute_modules=modules,
         dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
         context_exchange=next((kind for kind in CONTEXT_EXCHANGES if kind == exchange), None),
+        offload_modules=None if offloaded is None else _offloaded(offloaded),
         forbidden=frozenset(forbid),
     )
 
@@ -62,6 +65,14 @@ def _modules(text: str | None) -> tuple[Module, ...] | None:
     for name in names:
         check.known("--fix recompute_modules", "module", name, MODULES)
     return tuple(module for module in MODULES if module in names)
+
+
+def _offloaded(text: str) -> tuple[OffloadModule, ...]:
+    """`core_attn+attn_proj`; `none` for none."""
+    named = [] if text == "none" else text.split("+")
+    for name in named:
+        check.known("--fix offload_modules", "module", name, (*OFFLOAD_MODULES, "none"))
+    return tuple(module for module in OFFLOAD_MODULES if module in named)
 
 
 def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from mist_megatron.spec.kinds import (
     Range,
     narrower,
 )
+from mist_megatron.spec.offloaded import OffloadModule
 from mist_megatron.spec.plan import Execution, TargetName
 from mist_megatron.spec.recompute import PARTIAL, SEARCHED, WHOLE, Module, Recompute
 from mist_megatron.spec.schedule import INTERLEAVED
@@ -370,7 +371,7 @@ ON_OFF_KEYS = ("sequence_parallel", *OVERLAPS, *EXPERT_SWITCHES, *SAID)
 SHORT = {"sp": "sequence_parallel"}
 WIDTHS = ("grad_bytes", "optimizer_bytes")
 """Bytes a parameter, as usual unless --fix says otherwise: narrower ones change what is learnt."""
-WORDS = ("recompute", "recompute_modules", "dispatcher", "context_exchange")
+WORDS = ("recompute", "recompute_modules", "dispatcher", "context_exchange", "offload_modules")
 FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, *WIDTHS, *WORDS)
 SWITCH_KEYS = (
     "sequence_parallel",
@@ -402,6 +403,8 @@ class Limits:
     """How tokens reach their experts."""
     context_exchange: ContextExchange | None = None
     """How ranks that split sequences attend to each other's tokens."""
+    offload_modules: tuple[OffloadModule, ...] | None = None
+    """Modules whose saved activations leave for host memory; none where that is empty."""
     forbidden: frozenset[str] = frozenset()
 
     def allows(self, key: str, value: int) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.grid import ON_HOST, StageGrid
 from mist_megatron.cost.predict import in_turn_share, refined
 from mist_megatron.cost.terms import Linear, first_terms, steps_of, totals
 from mist_megatron.search.choices import (
@@ -138,8 +138,8 @@ class RolePrices:
                 ]
                 for end in ends
             )
-            fraction = self.axes[kind].reshape(-1)[rows[AXES.index(kind)]]
-            total = total + fraction * (none + slot.held * each)
+            share = 1.0 if kind == ON_HOST else self.axes[kind].reshape(-1)[rows[AXES.index(kind)]]
+            total = total + share * (none + slot.held * each)
         return total
 
     def slot(self, layers: int) -> SlotPrices:

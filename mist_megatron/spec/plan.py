@@ -25,6 +25,7 @@ from mist_megatron.spec.mesh import (
     shares_out_or_copies,
 )
 from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.offloaded import OffloadModule
 from mist_megatron.spec.recompute import RECOMPUTES, USUAL_MODULES, Module, Recompute
 from mist_megatron.spec.schedule import (
     INTERLEAVED,
@@ -119,8 +120,7 @@ class StagePlan:
         return facts.again if facts.drops else f"{self.ckpt} of {self.layers} layers"
 
 
-LEAST_OPTIMIZER_BYTES, MOST_OPTIMIZER_BYTES = 4, 12
-
+OPTIMIZER_BYTES = 4, 12
 Zero3Name = Literal["deepspeed", "deepspeed-2021", "fsdp"]
 
 
@@ -158,6 +158,8 @@ class Execution:
     split: Megatron-LM until its pipelines moved to megatron-core; told of measured runs only."""
     recompute_modules: tuple[Module, ...] | None = None
     """What `recompute: selective` runs again, by Megatron's names; null for the attention core."""
+    offload_modules: tuple[OffloadModule, ...] | None = None
+    """Whose saved activations leave for host memory, by Megatron's names; null for none."""
     expert_parallel: int | None = None
     """Ranks that share out the experts of a layer, folded over tp, context_parallel and dp; null for 1."""
     expert_tensor_parallel: int | None = None
@@ -403,12 +405,10 @@ def _check_numbers(training: TrainingSpec, execution: Execution) -> None:
             f"plan: execution.quantization is {execution.quantization} and precision {training.precision}; "
             "wanted precision: fp8 or quantization: null"
         )
-    kept = execution.optimizer_bytes
-    if kept is not None and not LEAST_OPTIMIZER_BYTES <= kept <= MOST_OPTIMIZER_BYTES:
-        raise InputError(
-            f"plan: execution.optimizer_bytes is {kept}; wanted {LEAST_OPTIMIZER_BYTES} (a remainder of the "
-            f"master weight and two moments of a byte) to {MOST_OPTIMIZER_BYTES}"
-        )
+    kept, (least, most) = execution.optimizer_bytes, OPTIMIZER_BYTES
+    if kept is not None and not least <= kept <= most:
+        words = "a remainder of the master weight and two moments of a byte"
+        raise InputError(f"plan: execution.optimizer_bytes is {kept}; wanted {least} ({words}) to {most}")
 
 
 def even_chunks(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:

@@ -337,6 +337,8 @@ class HostCopyFacts:
     last_stays: bool = False
     """Where a backward pass follows a forward pass at once, what the last layer saved is still on its way out
     and need not come back (the patches' offload of activations)."""
+    last_comes_early: bool = False
+    """It is there in any case: where a forward pass comes between it is brought back beside that."""
     in_collectives: bool = False
     """Host copies are made on the streams of the collectives: weights of ZeRO 3 right before their gather,
     the gradients so far, to be added to, right before and after their reduction. Weights below ZeRO 3 visit

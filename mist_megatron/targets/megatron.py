@@ -72,7 +72,7 @@ CAPABILITY = Capability(
     # input. The patch of that name changes it.
     layer_kinds=True,
     uneven_layers=True,
-    # --optimizer-offload-fraction; the fine-grained activation offload counts groups, not bytes.
+    # --optimizer-offload-fraction; activations leave by modules (execution.offload_modules).
     offload=replace(STAYS, optimizer="any"),
     # Offload needs the precision-aware optimizer, which needs the distributed optimizer.
     offload_needs_zero=1,
@@ -101,6 +101,7 @@ CAPABILITY = Capability(
         "optimizer_bytes",
         "megatron_fsdp",
         "optimizer_instances",
+        "offload_modules",
     ),
     further=plan_rules,
     further_of_models=model_rules,
@@ -109,9 +110,11 @@ CAPABILITY = Capability(
 PATCHED_CAPABILITY = replace(
     CAPABILITY,
     # None of the patches was tried beside Megatron-FSDP, and those that move states refuse it; nor with
-    # optimizer states in sub-groups of the replicas.
+    # optimizer states in sub-groups of the replicas. Activations leave by the patch's own offload.
     switches=tuple(
-        name for name in CAPABILITY.switches if name not in ("megatron_fsdp", "optimizer_instances")
+        name
+        for name in CAPABILITY.switches
+        if name not in ("megatron_fsdp", "optimizer_instances", "offload_modules")
     ),
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
@@ -248,7 +251,9 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             later_stages_at_once=True,
             scatters_boundaries=bool(execution.scattered_boundaries),
         ),
-        host_copies=HostCopyFacts(states_visit=True, last_stays=True),
+        host_copies=HostCopyFacts(
+            states_visit=True, last_stays=True, last_comes_early=bool(execution.offload_modules)
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mist_megatron.spec.catalogue import BLACKWELL
 from mist_megatron.spec.kinds import BLACKWELL_RECIPES, Quantization
 from mist_megatron.spec.plan import Execution, Plan
+from mist_megatron.targets.megatron_offload import offload_rules
 
 
 def switch_rules(plan: Plan) -> Iterator[str]:
@@ -18,6 +19,7 @@ def switch_rules(plan: Plan) -> Iterator[str]:
     yield from _recipe(plan)
     yield from _states(plan)
     yield from _instances(plan)
+    yield from offload_rules(plan)
     if plan.execution.megatron_fsdp:
         yield from _fsdp(plan)
 
@@ -45,6 +47,7 @@ FSDP_EXCLUDES = (
     "expert_overlap",
     "delayed_weight_grad",
     "cuda_graphs",
+    "offload_modules",
     "optimizer_bytes",
     "optimizer_instances",
 )
@@ -63,6 +66,9 @@ def fsdp_refusals(execution: Execution) -> tuple[str, ...]:
             bool(execution.tp_comm_overlap)
         ),
         "its graphs are not priced, wanted no cuda_graphs": bool(execution.cuda_graphs),
+        "its gathers beside copies to host memory are not priced, wanted no offload_modules": (
+            bool(execution.offload_modules)
+        ),
         "its gathers beside expert_overlap are not priced": bool(execution.expert_overlap),
         "its hybrid sharding is not priced, wanted no optimizer_instances": execution.instances > 1,
         "keeps whole masters, wanted optimizer_bytes 12": execution.optimizer_bytes not in (None, 12),

@@ -68,6 +68,7 @@ SWITCHES: list[dict] = [
     {"cuda_graphs": ("attn", "moe_router", "moe_preprocess"), "quantization": "mxfp8", "optimizer_bytes": 8},
     {"quantization": "blockwise", "recompute_modules": ("moe_act",)},
     {"quantization": "tensorwise", "expert_dispatcher": "flex", "grad_bytes": 2, "optimizer_bytes": 8},
+    {"offload_modules": ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")},
     {"quantization": "nvfp4", "overlap_grad_reduce": True, "overlap_param_gather": True},
 ]
 
@@ -258,6 +259,8 @@ def check_switches(plan: Plan, parsed) -> None:
     assert config.overlap_moe_expert_parallel_comm == bool(said.expert_overlap)
     assert config.delay_wgrad_compute == bool(said.delayed_weight_grad)
     assert config.moe_shared_expert_overlap == bool(said.shared_expert_overlap)
+    assert set(config.offload_modules or ()) == set(said.offload_modules or ())
+    assert config.fine_grained_activation_offloading == bool(said.offload_modules)
     graphs = {str(getattr(module, "name", module)) for module in config.cuda_graph_modules or ()}
     assert graphs == set(said.cuda_graphs or ())
     assert (config.cuda_graph_impl != "none") == bool(said.cuda_graphs)

@@ -34,6 +34,7 @@ from mist_megatron.frameworks.megatron.recompute import recompute_settings
 from mist_megatron.frameworks.megatron.switches import (
     graph_flags,
     keeps_narrow,
+    offloaded_flags,
     overlap_flags,
     precision_flags,
 )
@@ -124,13 +125,14 @@ def _parts(plan: Plan) -> dict[str, object]:
     model = plan.model
     flags = (
         *(*latent_flags(model), *expert_flags(model), *prediction_flags(model), *spread_flags(plan)),
-        *(*overlap_flags(plan.execution), *graph_flags(plan.execution)),
+        *(*overlap_flags(plan.execution), *graph_flags(plan.execution), *offloaded_flags(plan)),
     )
     parts = {name.replace("-", "_"): _field(value) for name, value in as_mapping(flags).items()}
     # A step's own graph has no look for values that are none, which is said to `rerun_state_machine`.
     parts.pop("no_check_for_nan_in_loss_and_grad", None)
-    if "cuda_graph_modules" in parts and isinstance(parts["cuda_graph_modules"], str):
-        parts["cuda_graph_modules"] = [parts["cuda_graph_modules"]]
+    for name in ("cuda_graph_modules", "offload_modules"):
+        if isinstance(parts.get(name), str):
+            parts[name] = [parts[name]]
     if "num_experts" not in parts:
         return parts
     parts["num_moe_experts"] = parts.pop("num_experts")
@@ -245,6 +247,7 @@ def bridge_mapping(plan: Plan) -> dict[str, object]:
             "_args_": [BACKENDS[attention_backend(plan.model, training)]],
         },
         **dict.fromkeys(_TAKEN_BACK),
+        "fine_grained_activation_offloading": False,
         **_parts(plan),
     }
     if execution.context_parallel > 1:

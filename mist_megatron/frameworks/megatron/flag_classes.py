@@ -154,10 +154,15 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("modules of a CUDA graph by names of before 0.19", "cuda-graph-scope"),
     _indifferent(
         "acts only with --fine-grained-activation-offloading",
-        "offload-modules min-offloaded-tensor-size activation-offload-fraction "
-        "delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads "
+        "min-offloaded-tensor-size fine-grained-offloading-max-inflight-offloads "
         "delay-offload-until-cuda-graph",
     ),
+    _priced(
+        "modules whose saved activations leave for host memory",
+        "fine-grained-activation-offloading offload-modules",
+    ),
+    _unpriced("modules are priced as offloaded in all layers", "activation-offload-fraction", "1", "1.0"),
+    _unpriced("modules are priced as offloaded by all stages", "delta-offload-bytes-across-pp-ranks", "0"),
     _indifferent("acts only with --cpu-offloading-num-layers", "cpu-offloading-retain-pinned-cpu-buffers"),
     _unpriced(
         "layers other than attention and MLP are not priced",
@@ -201,7 +206,7 @@ CLASSES: Sequence[FlagClass] = (
     _unpriced("gradients travel as wide as they are added up", "megatron-fsdp-grad-comm-dtype", "auto"),
     _unpriced(
         "moves activations in a way that only stages.json beside emitted files says",
-        "cpu-offloading-num-layers fine-grained-activation-offloading",
+        "cpu-offloading-num-layers",
     ),
     _unpriced("states in host memory are priced as Megatron's own", "use-torch-optimizer-for-cpu-offload"),
     _unpriced("recomputation of some of these modules is not priced", "recompute-modules", *MODULES),

@@ -23,6 +23,7 @@ from mist_megatron.frameworks.megatron.model import VERSION as PARSER_VERSION
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.frameworks.megatron.recompute import PARTS, WHOLE_LAYERS
+from mist_megatron.frameworks.megatron.switches import COPIES_BEHIND, INFLIGHT
 from mist_megatron.spec.mesh import shares_out, shares_out_or_copies
 
 GRIDS_NEED = (
@@ -278,8 +279,13 @@ def _offload(read: Reader) -> Iterator[Finding]:
             "needs NVTE_CPU_OFFLOAD_V1=1 from Transformer Engine 2.10 (A:1939)",
         )
         if not read.has("offload-modules"):
+            yield _say("rejected", "fine-grained-activation-offloading", "needs --offload-modules (TC:1852)")
+        elif not read.has(INFLIGHT):
             yield _say(
-                "ignored", "fine-grained-activation-offloading", "moves nothing without --offload-modules"
+                "note",
+                "offload-modules",
+                f"copies that fall behind stay on the GPU beyond what is predicted; --{INFLIGHT} "
+                f"{COPIES_BEHIND} has compute wait for them",
             )
 
 

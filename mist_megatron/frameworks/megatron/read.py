@@ -19,9 +19,11 @@ from mist_megatron.frameworks.megatron.read_parts import (
     experts_of,
     graphs_of,
     latent_of,
+    offloaded_of,
     optimizer_bytes_of,
     pattern_parts,
     quantization_of,
+    require_all_offloaded,
     with_groups,
 )
 from mist_megatron.frameworks.megatron.reader import Reader, cut
@@ -224,7 +226,7 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
     sliced = any(
         reader.has("sequence-parallel") and tp > 1 for reader, (_, tp, _) in zip(readers, grids, strict=True)
     )
-    return Plan(
+    plan = Plan(
         model=model,
         training=training,
         cluster=cluster,
@@ -236,6 +238,8 @@ def plan_of(common: Options, per_stage: tuple[Options, ...], cluster: ClusterSpe
         sequence_parallel=sliced,
         execution=_execution(read, training, cp, grids[0][1]),
     )
+    require_all_offloaded(read, plan)
+    return plan
 
 
 Grid = tuple[int, int, int]
@@ -359,6 +363,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
         delayed_weight_grad=overlaps and read.has("delay-wgrad-compute"),
         shared_expert_overlap=mixture and not overlaps and read.has("moe-shared-expert-overlap"),
         cuda_graphs=graphs_of(read),
+        offload_modules=offloaded_of(read),
         quantization=quantization_of(read),
         optimizer_bytes=optimizer_bytes_of(read),
         optimizer_instances=instances if (instances := read.count(INSTANCES, 1)) > 1 else None,

@@ -16,7 +16,10 @@ from mist_megatron.spec.hybrid_presets import hybrid_model
 from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerGroup, LayerKind
 from mist_megatron.spec.model import MOST_LAYERS, ModelSpec
+from mist_megatron.spec.offloaded import OFFLOAD_MODULES, OffloadModule
+from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.recurrent import DeltaNet, Mamba
+from mist_megatron.targets.megatron_offload import USUAL_LEAST_ELEMENTS, smallest_elements
 
 MOST_TURNS = 12
 """Layers after which a pattern begins anew; twice the longest of published models (Gemma 3: 6)."""
@@ -269,6 +272,7 @@ def _value(node: ast.expr) -> list[int] | int:
     raise ValueError
 
 
+LEAST_SIZE = "min-offloaded-tensor-size"
 _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
@@ -287,6 +291,32 @@ def graphs_of(read: Reader) -> tuple[GraphModule, ...] | None:
                 details=(f"wanted some of {', '.join(get_args(GraphModule))}",),
             )
     return cast(tuple[GraphModule, ...], tuple(named))
+
+
+def offloaded_of(read: Reader) -> tuple[OffloadModule, ...] | None:
+    """Modules whose saved activations leave for host memory."""
+    if not read.has("fine-grained-activation-offloading"):
+        return None
+    named = read.options.get("offload-modules", ())
+    for name in named:
+        if name not in OFFLOAD_MODULES:
+            raise InputError(
+                f"{read.where}: --offload-modules has {cut(name)!r}",
+                details=(f"wanted some of {', '.join(OFFLOAD_MODULES)}",),
+            )
+    return tuple(module for module in OFFLOAD_MODULES if module in named) or None
+
+
+def require_all_offloaded(read: Reader, plan: Plan) -> None:
+    """Refuse to price modules of which some tensors would stay for being small."""
+    if not plan.execution.offload_modules:
+        return
+    least, smallest = read.count(LEAST_SIZE, USUAL_LEAST_ELEMENTS), smallest_elements(plan)
+    if smallest < least:
+        raise InputError(
+            f"{read.where}: a tensor of --offload-modules has {smallest} elements, and stays below {least}",
+            details=(f"wanted --{LEAST_SIZE} {smallest // 2}: what stays is not priced",),
+        )
 
 
 def quantization_of(read: Reader) -> Quantization | None:

@@ -10,6 +10,7 @@ from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.spec.kinds import Quantization
 from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.megatron_offload import USUAL_LEAST_ELEMENTS, least_elements
 from mist_megatron.targets.megatron_switches import master_bytes
 
 FP8_HISTORY = 1024
@@ -59,6 +60,31 @@ def graph_flags(execution: Execution) -> Flags:
     modules = tuple(module for module in graphs if module != "layer")
     impl = flag("--cuda-graph-impl", "transformer_engine")
     return impl, *when(bool(modules), flag("--cuda-graph-modules", *modules))
+
+
+INFLIGHT = "fine-grained-offloading-max-inflight-offloads"
+COPIES_BEHIND = 1
+"""Layers whose copies of a module are still on their way when the next one's begin, before compute waits."""
+
+
+def offloaded_flags(plan: Plan) -> Flags:
+    """Modules whose saved activations leave for host memory. Megatron itself lets copies fall behind without
+    end, and what waits for them stays on the GPU; tensors below its least size stay there too."""
+    modules = plan.execution.offload_modules
+    if not modules:
+        return ()
+    least = least_elements(plan)
+    return (
+        flag("--fine-grained-activation-offloading"),
+        flag("--offload-modules", *modules),
+        flag(f"--{INFLIGHT}", COPIES_BEHIND),
+        *when(least < USUAL_LEAST_ELEMENTS, flag("--min-offloaded-tensor-size", least)),
+    )
+
+
+def offload_environment(plan: Plan) -> dict[str, str]:
+    """Without it Transformer Engine from 2.10 on would send weights too (training/arguments.py:1857)."""
+    return {"NVTE_CPU_OFFLOAD_V1": "1"} if plan.execution.offload_modules else {}
 
 
 MOMENTS: Mapping[int, str] = MappingProxyType({8: "fp32", 4: "bf16", 2: "fp8"})

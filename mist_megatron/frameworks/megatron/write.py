@@ -26,6 +26,8 @@ from mist_megatron.frameworks.megatron.switches import (
     graph_flags,
     keeps_narrow,
     narrow_flags,
+    offload_environment,
+    offloaded_flags,
     overlap_flags,
     precision_flags,
 )
@@ -62,6 +64,7 @@ def _plan_flags(plan: Plan) -> Flags:
         *offload_flags(plan),
         *narrow_flags(plan),
         *graph_flags(plan.execution),
+        *offloaded_flags(plan),
         *execution_flags(plan),
     )
 
@@ -203,7 +206,8 @@ def environment(plan: Plan) -> dict[str, str | None]:
     ordered = any(stage.tp > 1 for stage in plan.stages) or plan.execution.context_parallel > 1
     needed = ordered and plan.cluster.gpu.name not in BLACKWELL
     queues = "32" if plan.execution.expert_overlap else "1" if needed else None
-    return {**({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}), **expert_environment(plan)}
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}
+    return {**connections, **expert_environment(plan), **offload_environment(plan)}
 
 
 def require_emittable(plan: Plan) -> None:

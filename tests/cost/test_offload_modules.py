@@ -1,0 +1,197 @@
+"""Megatron's fine-grained offload of activations: bytes by hand, events, refusals, files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.errors import InputError
+from mist_megatron.events.iteration import simulate
+from mist_megatron.frameworks.flags import arguments
+from mist_megatron.frameworks.megatron import write
+from mist_megatron.frameworks.megatron.bridge import bridge_mapping
+from mist_megatron.frameworks.megatron.command import options_of
+from mist_megatron.frameworks.megatron.read import plan_of
+from mist_megatron.search.limits import parse_limits
+from mist_megatron.spec import catalogue, presets
+from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
+from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.rules import violations
+
+LLAMA = presets.PRESETS["llama-7b"]
+MIXTURE = presets.PRESETS["qwen3-30b-a3b"]
+LATENT = presets.PRESETS["deepseek-v2-lite"]
+ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
+
+
+def plan(modules, model=LLAMA, *, pp: int = 1, tp: int = 1, vpp: int = 1, **more) -> Plan:
+    """On two nodes of eight GPUs."""
+    dp, said = 16 // (pp * tp), more.pop("stage", {})
+    stage = StagePlan(
+        layers=model.layers // pp, nodes=max(2 // pp, 1), gpus_per_node=16 // pp // max(2 // pp, 1), dp=dp,
+        tp=tp, micro_batch=1, zero=1, **said,
+    )  # fmt: skip
+    first = replace(stage, layers=model.layers - (pp - 1) * (model.layers // pp))
+    own = {"expert_parallel": 8 // pp} if model.routed else {}
+    return Plan(
+        model=model,
+        training=TrainingSpec(global_batch=8 * dp, seq_len=4096, **more.pop("training", {})),
+        cluster=ClusterSpec(gpu=catalogue.gpu("h100-sxm-80gb"), nodes=2, gpus_per_node=8),
+        target="megatron",
+        grad_accum=8,
+        stages=(first, *(stage,) * (pp - 1)),
+        schedule="interleaved" if vpp > 1 else "1f1b",
+        vpp=vpp,
+        sequence_parallel=tp > 1,
+        execution=Execution(offload_modules=modules, **own, **more.pop("execution", {})),
+    )
+
+
+def found(made: Plan):
+    return predict(made, evaluator_for(job_of(made))[0])
+
+
+ROW = 2 * 4096
+"""Bytes of one channel of a micro-batch."""
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "freed", "copied"),
+    [
+        # Queries, keys and values leave; the output stays where the next product keeps it, but is copied.
+        (LLAMA, ("core_attn",), 3 * 4096, 4 * 4096),
+        (LLAMA, ("core_attn", "attn_proj"), 4 * 4096, 5 * 4096),
+        (LLAMA, ATTENTION, 6 * 4096, 7 * 4096),
+        (MIXTURE, ("expert_fc1", "moe_act"), 8 * (2048 + 2 * 768), 8 * (2048 + 2 * 768)),
+        (MIXTURE, ("mlp_norm",), 2048, 2048),
+    ],
+)
+def test_bytes_by_hand(model, modules, freed: int, copied: int) -> None:
+    without, there = (found(plan(each, model)).stages[0] for each in (None, modules))
+    gone = without.memory_terms_bytes["activations"] - there.memory_terms_bytes["activations"]
+    # Two layers of it are on the GPU at once: the one that runs and the one that leaves.
+    assert gone == pytest.approx((model.layers - 2) * ROW * freed, rel=1e-6)
+    assert there.host_bytes == pytest.approx(model.layers * ROW * copied, rel=1e-6)
+    assert without.host_bytes == 0.0
+
+
+def test_in_a_pipeline_micro_batches_in_flight_leave() -> None:
+    without, there = (found(plan(each, pp=4)).stages[0] for each in (None, ("core_attn", "attn_proj")))
+    gone = without.memory_terms_bytes["activations"] - there.memory_terms_bytes["activations"]
+    assert gone == pytest.approx((4 * 8 - 3) * ROW * 4 * 4096, rel=1e-6)
+    assert there.host_bytes == pytest.approx(4 * 8 * ROW * 5 * 4096, rel=1e-6)
+
+
+def test_tensor_parallel_ranks_share_what_leaves() -> None:
+    one, two = (found(plan(("core_attn", "attn_proj"), tp=tp)).stages[0].host_bytes for tp in (1, 2))
+    assert two == pytest.approx(one / 2)
+
+
+@pytest.mark.parametrize("modules", [("core_attn",), ("core_attn", "attn_proj"), ATTENTION])
+@pytest.mark.parametrize(
+    "more", [{}, {"tp": 2}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 2, "vpp": 4}]
+)
+def test_events_tell_the_same(modules, more) -> None:
+    made = plan(modules, **more)
+    evaluator = evaluator_for(job_of(made))[0]
+    assert simulate(made, evaluator).iteration_s == pytest.approx(
+        predict(made, evaluator).iteration_s, rel=0.03
+    )
+
+
+@pytest.mark.parametrize("model", [MIXTURE, LATENT])
+@pytest.mark.parametrize("modules", [("core_attn", "attn_proj"), ("expert_fc1",), ("mlp_norm", "moe_act")])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_events_of_mixtures_tell_the_same(model, modules, pp: int) -> None:
+    made = plan(modules, model, pp=pp)
+    evaluator = evaluator_for(job_of(made))[0]
+    assert simulate(made, evaluator).iteration_s == pytest.approx(
+        predict(made, evaluator).iteration_s, rel=0.03
+    )
+
+
+def test_copies_never_make_a_step_shorter() -> None:
+    for model, sets in ((LLAMA, [None, ("core_attn",), ATTENTION]), (MIXTURE, [None, ("expert_fc1",)])):
+        times = [found(plan(each, model)).iteration_s for each in sets]
+        assert times == sorted(times)
+
+
+SELECTIVE = {"stage": {"recompute": "selective"}}
+WHOLE_MIXTURE = {**SELECTIVE, "execution": {"recompute_modules": ("moe",)}}
+LATENTS = {**SELECTIVE, "execution": {"recompute_modules": ("mla_up_proj",)}}
+
+
+@pytest.mark.parametrize(
+    ("modules", "model", "more", "words"),
+    [
+        (("attn_proj",), LLAMA, {}, "attn_proj needs core_attn"),
+        (("attn_norm",), LLAMA, {}, "attn_norm needs latent attention"),
+        (("mlp_norm",), LLAMA, {}, "mlp_norm needs experts"),
+        (("expert_fc1",), LLAMA, {}, "expert_fc1 needs experts"),
+        (("fused_group_mlp",), MIXTURE, {}, "needs --use-transformer-engine-op-fuser"),
+        (("core_attn",), LLAMA, SELECTIVE, "sends nothing"),
+        (("core_attn",), LLAMA, {"stage": {"ckpt": 1}}, "excludes recomputation of whole layers"),
+        (("core_attn",), LLAMA, {"training": {"flash_attention": False}}, "needs fused attention"),
+        (("moe_act",), MIXTURE, WHOLE_MIXTURE, "with moe among"),
+        (("core_attn",), LATENT, LATENTS, "made again"),
+        (("mlp_norm",), MIXTURE, {"execution": {"cuda_graphs": ("moe_router",)}}, "stays on the GPU"),
+        (("core_attn",), MIXTURE, {"execution": {"cuda_graphs": ("attn",)}}, "with a graph of attn"),
+        (("expert_fc1",), MIXTURE, {"training": {"precision": "fp8"}}, "delayed scaling"),
+        (("expert_fc1",), MIXTURE, {"execution": {"expert_overlap": True}}, "beside expert_overlap"),
+        (("core_attn",), LLAMA, {"execution": {"megatron_fsdp": True}}, "no offload_modules"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(modules, model, more, words: str) -> None:
+    assert any(words in rule for rule in violations(plan(modules, model, **more)))
+
+
+def test_what_megatron_takes() -> None:
+    again = {**SELECTIVE, "execution": {"recompute_modules": ("layernorm", "moe_act")}}
+    assert not violations(plan(("mlp_norm", "expert_fc1", "moe_act"), MIXTURE, **again))
+    assert not violations(plan(("attn_norm", *ATTENTION), LATENT))
+    assert violations(replace(plan(("core_attn",)), target="megatron+patches"))
+    assert violations(replace(plan(("core_attn",)), target="deepspeed"))
+
+
+def words_of(made: Plan) -> tuple[str, ...]:
+    return tuple(arguments((*write.common_flags(made), *write.stage_flags(made, 0))))
+
+
+def read_back(made: Plan, *more: str) -> Plan:
+    return plan_of(options_of((*words_of(made), *more)), (), made.cluster, "args")
+
+
+def test_written_and_read_back() -> None:
+    made = plan(ATTENTION, pp=2)
+    text = " ".join(words_of(made))
+    assert "--fine-grained-activation-offloading --offload-modules qkv_linear core_attn attn_proj" in text
+    assert "--min-offloaded-tensor-size" not in text
+    assert write.environment(made)["NVTE_CPU_OFFLOAD_V1"] == "1"
+    written = bridge_mapping(made)["model"]
+    assert written["offload_modules"] == list(ATTENTION) and written["fine_grained_activation_offloading"]
+    assert read_back(made).execution.offload_modules == ATTENTION
+    with pytest.raises(InputError, match="stays below 99999999"):
+        read_back(made, "--min-offloaded-tensor-size", "99999999")
+    plain = plan(None)
+    assert read_back(plain).execution.offload_modules is None
+    assert "offload" not in " ".join(words_of(plain))
+    assert bridge_mapping(plain)["model"]["fine_grained_activation_offloading"] is False
+
+
+def test_small_tensors_are_taken_along() -> None:
+    made = replace(plan(("core_attn",)), training=TrainingSpec(global_batch=128, seq_len=128))
+    assert f"--min-offloaded-tensor-size {128 * 4096 // 2}" in " ".join(words_of(made))
+
+
+def test_fixed_by_words() -> None:
+    assert parse_limits(("offload_modules=attn_proj+core_attn",), (), ()).offload_modules == (
+        "core_attn",
+        "attn_proj",
+    )
+    assert parse_limits(("offload_modules=none",), (), ()).offload_modules == ()
+    with pytest.raises(InputError, match="--fix offload_modules"):
+        parse_limits(("offload_modules=attention",), (), ())
