@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.latent import CORE_DIM, QUERY_WIDTH, VALUE_WIDTH, latent_core_inputs
@@ -30,6 +30,26 @@ from mist_megatron.spec.recompute import Part
 CORE: Part = "attention_core"
 TILE = 128
 """Rows of queries, and of keys, that kernels of fused attention take at once."""
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What a softmax that is a kernel of its own, and the dropout after it, keep."""
+
+    dropped: bool = False
+    keeps_input: bool = False
+    by_halves: bool = False
+
+    def saved(self, prefix: str, scores: Expr) -> tuple[SavedTensor, ...]:
+        """Of scores of so many bytes: what it gives, a mask of one byte each, and what is dropped of it."""
+        sizes = {"softmax": scores}
+        if self.keeps_input:
+            sizes["softmax_input"] = scores
+        if self.dropped:
+            sizes |= {"mask": scores / (4 if self.by_halves else 2), "dropped": scores}
+        return tuple(
+            SavedTensor(key=f"{prefix}_{name}", size_bytes=size, inner=True) for name, size in sizes.items()
+        )
 
 
 def context_exchange(kind: ContextExchange, *, latent: bool = False) -> tuple[Operator, ...]:
@@ -209,20 +229,13 @@ def _score_cap(scores: Expr) -> Operator:
 
 
 def plain_attention(
-    *, dropped: bool, latent: bool = False, layer: LayerSpec | None = None
+    softmax: Softmax, *, latent: bool = False, layer: LayerSpec | None = None
 ) -> tuple[Operator, ...]:
     """Scores, softmax, weighted sum as three operators; the scores are kept after the softmax."""
     batch, rows, keys, scores = B * HEADS / TP, S / CP, S, SCORES
     if layer is not None and in_blocks(layer):
         batch, rows, keys, scores = batch * S / WINDOW, WINDOW / CP, WINDOW, scores_of(layer)
-    saved = [SavedTensor(key="core_softmax", size_bytes=scores, inner=True)]
-    if dropped:
-        # A mask of one byte per score and the dropped scores themselves.
-        saved += [
-            SavedTensor(key="core_mask", size_bytes=scores / 2, inner=True),
-            SavedTensor(key="core_dropped", size_bytes=scores, inner=True),
-        ]
-    passes = 5 if dropped else 2
+    passes, kernels = (5, 2) if softmax.dropped else (2, 1)
     deep, wide = (NOPE_DIM + ROPE_DIM, VALUE_DIM) if latent else (HEAD_DIM, HEAD_DIM)
     return (
         Operator(
@@ -238,9 +251,9 @@ def plain_attention(
         *((_score_cap(scores),) if layer is not None and layer.score_cap is not None else ()),
         Operator(
             name="softmax",
-            forward=(memory_work("softmax", passes * scores, kernels=2 if dropped else 1),),
-            backward=(memory_work("softmax_backward", (passes + 1) * scores, kernels=2 if dropped else 1),),
-            saved=tuple(saved),
+            forward=(memory_work("softmax", passes * scores, kernels=kernels),),
+            backward=(memory_work("softmax_backward", (passes + 1) * scores, kernels=kernels),),
+            saved=softmax.saved("core", scores),
             part=CORE,
         ),
         Operator(

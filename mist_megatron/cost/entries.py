@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mist_megatron.cost.algebra import Expr, maximum, number
+from mist_megatron.cost.cores import Softmax
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, Work, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, KEY, QUERY, TOKENS, VOCAB_SHARE
 from mist_megatron.cost.symbols import CP, HEAD_DIM, HEADS, HIDDEN, OUTSIDE, SP, TP, B, S
@@ -144,10 +145,10 @@ def _lookup(*, own: bool) -> Operator:
 
 
 def cross_attention(
-    source: EncoderOutput, *, flash: bool, dropped: bool, bias: bool, eight_bit: bool
+    source: EncoderOutput, softmax: Softmax | None, *, bias: bool, eight_bit: bool
 ) -> tuple[Operator, ...]:
     """From a normed input, gathered, to what the output projection reads: queries of the layer's own tokens,
-    keys and values of the encoder's."""
+    keys and values of the encoder's; fused where no softmax is given."""
     queries = products("cross_query", TOKENS, (QUERY, HIDDEN), eight_bit=eight_bit)
     width = number(source.hidden)
     both = products("cross_key_value", OUTSIDE_TOKENS, (2 * KEY, width), eight_bit=eight_bit)
@@ -173,7 +174,7 @@ def cross_attention(
             ),
             parameters=2 * KEY * width + (2 * KEY if bias else ZERO),
         ),
-        *(_flash_core() if flash else _plain_core(dropped=dropped)),
+        *(_flash_core() if softmax is None else _plain_core(softmax)),
     )
 
 
@@ -214,16 +215,10 @@ def _flash_core() -> tuple[Operator, ...]:
     )
 
 
-def _plain_core(*, dropped: bool) -> tuple[Operator, ...]:
+def _plain_core(softmax: Softmax) -> tuple[Operator, ...]:
     """Scores, softmax, weighted sum; the softmax is kept."""
     batch, scores = B * HEADS / TP, CROSS_SCORES
-    saved = [SavedTensor(key="cross_softmax", size_bytes=scores, inner=True)]
-    if dropped:
-        saved += [
-            SavedTensor(key="cross_mask", size_bytes=scores / 2, inner=True),
-            SavedTensor(key="cross_dropped", size_bytes=scores, inner=True),
-        ]
-    passes, kernels = (5, 2) if dropped else (2, 1)
+    passes, kernels = (5, 2) if softmax.dropped else (2, 1)
     rows = S / CP
     return (
         Operator(
@@ -240,7 +235,7 @@ def _plain_core(*, dropped: bool) -> tuple[Operator, ...]:
             name="cross_softmax",
             forward=(memory_work("cross_softmax", passes * scores, kernels=kernels),),
             backward=(memory_work("cross_softmax_backward", (passes + 1) * scores, kernels=kernels),),
-            saved=tuple(saved),
+            saved=softmax.saved("cross", scores),
             part="attention_core",
         ),
         Operator(

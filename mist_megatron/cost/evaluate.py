@@ -93,6 +93,7 @@ def make_evaluator(
     described = repr(
         (
             *(job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target),
+            TARGETS[job.target].memory(job.execution),
             scan_slowdown(job.cluster.gpu.name),
         )
     )

@@ -103,7 +103,7 @@ def _entry_memory(
         return LayerMemory(ZERO, ZERO, forward, ZERO)
     saved = saved_bytes(operators)
     if modules == "plain_torch" and entry.norm:
-        saved = saved + _plain_norm(model) / HALF * came
+        saved = saved + _plain_norm(model, options) / HALF * came
     return LayerMemory(saved, came, forward, 2 * came + 2 * inner + 2 * ACTIVATION + table)
 
 
@@ -114,8 +114,10 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
     kept = saved_bytes(operators)
     light = {kind: saved_bytes(operators, kind) for kind in PARTIAL}
     if modules == "plain_torch":
-        kept = kept + _plain_modules(model)
-        light = {kind: size + _plain_modules(model) for kind, size in light.items()}
+        more, core = _plain_modules(model, options), _plain_core(model, options)
+        without = kinds_that_drop(CORE)
+        light = {kind: size + more + (ZERO if kind in without else core) for kind, size in light.items()}
+        kept = kept + more + core
     saved = sum((RECOMPUTE[kind] * (size - kept) for kind, size in light.items() if size != kept), start=kept)
     without_core = {kind: light[kind] for kind in kinds_that_drop(CORE)}
     if modules == "mist_runtime":
@@ -166,30 +168,59 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
     return LayerMemory(saved, ACTIVATION, forward, backward)
 
 
-def _plain_modules(model: LayerSpec) -> Expr:
+def _plain_modules(model: LayerSpec, options: LayerOptions) -> Expr:
     """What modules written in plain PyTorch keep beyond fused kernels, as in Hugging Face's transformers: an
     RMSNorm its input in fp32 and the normalised input in half precision, where a fused one keeps the input; a
-    gated MLP silu(gate) beside gate, up and their product. A ReLU keeps its result alone, which the next
-    matrix reads."""
-    gelu = 3 * HALF * TOKENS * INNER if _composite_gelu(model) else ZERO
-    gate = HALF * TOKENS * INNER if model.gated_mlp else ZERO
-    relu = HALF * TOKENS * INNER if model.activation == "relu" and not model.gated_mlp else ZERO
-    return _plain_norms(model) + gelu + gate - relu
+    gated MLP silu(gate) beside gate, up and their product; CLIP's GELU its sigmoid. A ReLU keeps its result
+    alone, which the next matrix reads, but in a T5 with dropout, which drops some of it first."""
+    if not model.has_mlp:
+        return _plain_norms(model, options)
+    inner = HALF * TOKENS * INNER
+    gelu = 3 * inner if _composite_gelu(model) else ZERO
+    gate = inner if model.gated_mlp or model.activation == "quick_gelu" else ZERO
+    drops = options.dropout and _like_t5(model)
+    relu = inner if model.activation == "relu" and not model.gated_mlp and not drops else ZERO
+    mask = options.mask * inner / 2 if drops else ZERO
+    return _plain_norms(model, options) + gelu + gate - relu + mask
 
 
-def _plain_norms(model: LayerSpec) -> Expr:
+def _plain_core(model: LayerSpec, options: LayerOptions) -> Expr:
+    """The same of attention. The vision layers of Qwen2-VL, which alone rotate where every token sees all,
+    keep all that their QKV projection gave, of which the values are a view, beside rotated queries and keys;
+    behind a fused core they join the outputs of windows, of one as well. Where the core is not fused, the
+    softmax is made and kept in 32 bits, but in the models of before 2020: BERT, GPT-2 and T5."""
+    if not model.attends:
+        return ZERO
+    views = ZERO
+    if model.rotary and model.attention == "full":
+        views = HALF * TOKENS * ((2 if options.flash_attention else 1) * QUERY + KEY)
+    of_text = not model.rotary and model.attention == "full" and model.tokens is None
+    early = of_text or _like_t5(model) or _composite_gelu(model)
+    if options.flash_attention or options.by_halves or early or model.score_cap is not None:
+        return views
+    return views + 2 * scores_of(model)
+
+
+def _plain_norms(model: LayerSpec, options: LayerOptions) -> Expr:
     """Of all norms of a layer, beyond their inputs in half precision."""
     count = (4 if model.post_norms else 2) + (model.cross_attention is not None)
     heads = TOKENS * (QUERY + KEY) if model.qk_norm else ZERO
-    return _plain_norm(model) * (count * ROWS * HIDDEN + heads)
+    return _plain_norm(model, options) * (count * ROWS * HIDDEN + heads)
 
 
-def _plain_norm(model: LayerSpec) -> Expr:
-    """Of one element of an RMSNorm. That of T5, whose models have no rotary positions, multiplies the input
-    itself, which so stays beside its fp32 copy; that of Gemma 3 keeps input and result in fp32."""
+def _like_t5(model: LayerSpec) -> bool:
+    """No other model has RMSNorm without rotary positions."""
+    return model.norm == "rmsnorm" and not model.rotary
+
+
+def _plain_norm(model: LayerSpec, options: LayerOptions) -> Expr:
+    """Of one element of an RMSNorm. That of T5 multiplies the input itself, which so stays beside its fp32
+    copy; that of Gemma 3 keeps input and result in fp32. In 32 bits nothing is copied."""
     if model.norm != "rmsnorm":
         return ZERO
-    each = FULL + (ZERO if model.rotary else HALF)
+    if options.by_halves:
+        return ZERO if model.still else HALF
+    each = FULL + (HALF if _like_t5(model) else ZERO)
     if model.post_norms:
         each = 2 * FULL - HALF
     if model.still:

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from mist_megatron.cost.algebra import Expr, number
 from mist_megatron.cost.chosen import captured, chosen
-from mist_megatron.cost.cores import context_exchange, flash_attention, plain_attention
+from mist_megatron.cost.cores import Softmax, context_exchange, flash_attention, plain_attention
 from mist_megatron.cost.entries import cross_attention, entry_operators
 from mist_megatron.cost.experts import mixture, with_clamp
 from mist_megatron.cost.latent import (
@@ -65,6 +65,9 @@ class LayerOptions:
     dropout: bool = False
     norm_statistics_bytes: int | None = None
     """Per token and norm; None: 8 for LayerNorm (mean and 1/std in fp32), 4 for RMSNorm."""
+    softmax_keeps_input: bool = False
+    by_halves: bool = False
+    """Of these two, as `MemoryFacts` says."""
     fused_cross_entropy: bool = True
     eight_bit: bool = False
     """Transformer Engine's FP8: products of the projections inside a block have 8-bit operands. Attention and
@@ -89,6 +92,16 @@ class LayerOptions:
     context_exchange: ContextExchange = "p2p"
     """How context-parallel ranks attend to each other's tokens."""
 
+    @property
+    def softmax(self) -> Softmax:
+        """Where the core of attention is not fused."""
+        return Softmax(self.dropout, self.softmax_keeps_input, self.by_halves)
+
+    @property
+    def mask(self) -> Fraction:
+        """Bytes of an element of dropout's masks."""
+        return Fraction(1, 2 if self.by_halves else 1)
+
 
 def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """One transformer layer of that shape."""
@@ -101,7 +114,8 @@ def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
 
 
 def _statistics(model: LayerSpec, options: LayerOptions) -> int:
-    return options.norm_statistics_bytes or (8 if model.norm == "layernorm" else 4)
+    usual = 8 if model.norm == "layernorm" else 4
+    return options.norm_statistics_bytes or usual // (2 if options.by_halves else 1)
 
 
 def _latent_block_attention(
@@ -112,7 +126,7 @@ def _latent_block_attention(
     return (
         *latent_inputs(latent, statistics, eight_bit=options.eight_bit, fused_rotary=options.fused_rotary),
         *context_exchange(options.context_exchange, latent=True),
-        *((core,) if core else plain_attention(dropped=options.dropout, latent=True)),
+        *((core,) if core else plain_attention(options.softmax, latent=True)),
         *projection_out(
             "attention_out",
             (HIDDEN, VALUE_WIDTH),
@@ -174,8 +188,7 @@ def _to_encoder(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]
         gathered_rows("cross_own_gather"),
         *cross_attention(
             source,
-            flash=options.flash_attention,
-            dropped=options.dropout,
+            None if options.flash_attention else options.softmax,
             bias=model.linear_bias,
             eight_bit=options.eight_bit,
         ),
@@ -223,7 +236,7 @@ def _attention(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
         *((sinks(),) if model.sinks else ()),
         *context_exchange(options.context_exchange),
         *(flash_attention(model),) * options.flash_attention,
-        *(() if options.flash_attention else plain_attention(dropped=options.dropout, layer=model)),
+        *(() if options.flash_attention else plain_attention(options.softmax, layer=model)),
         *gate,
         *projection_out(
             "attention_out",
@@ -289,7 +302,7 @@ def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             )
         )
     if options.dropout:
-        operators.append(_dropout("embedding_dropout"))
+        operators.append(_dropout("embedding_dropout", options))
     return tuple(operators)
 
 
@@ -460,7 +473,8 @@ def _activation(model: LayerSpec, gates: int) -> Operator:
 
 def _residual(name: str, options: LayerOptions) -> Operator:
     """Dropout of a branch and its addition to the residual stream, one fused kernel."""
-    mask = (SavedTensor(key=f"{name}_mask", size_bytes=ACTIVATION / 2),) if options.dropout else ()
+    size = options.mask * ACTIVATION / 2
+    mask = (SavedTensor(key=f"{name}_mask", size_bytes=size),) if options.dropout else ()
     extra = ACTIVATION / 2 if options.dropout else ZERO
     return Operator(
         name=name,
@@ -470,10 +484,10 @@ def _residual(name: str, options: LayerOptions) -> Operator:
     )
 
 
-def _dropout(name: str) -> Operator:
+def _dropout(name: str, options: LayerOptions) -> Operator:
     return Operator(
         name=name,
         forward=(memory_work(f"{name}_forward", 5 * ACTIVATION / 2),),
         backward=(memory_work(f"{name}_backward", 5 * ACTIVATION / 2),),
-        saved=(SavedTensor(key=f"{name}_mask", size_bytes=ACTIVATION / 2),),
+        saved=(SavedTensor(key=f"{name}_mask", size_bytes=options.mask * ACTIVATION / 2),),
     )

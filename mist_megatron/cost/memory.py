@@ -400,9 +400,11 @@ def _head_transients(model: ModelSpec, options: LayerOptions, modules: Modules) 
         return ACTIVATION + 2 * HALF * logits + 16 * B * S + scores
     if modules == "plain_torch":
         # Hugging Face and plain torch: the model's output keeps the half-precision logits; their fp32 copy,
-        # the logarithm of the softmax and its gradient are live together. Capped ones keep their tanh.
+        # the logarithm of the softmax and its gradient are live together; in 32 bits there is no copy. Capped
+        # ones keep their tanh.
         capped = ZERO if model.logit_cap is None else HALF * logits
-        return (HALF + 3 * FULL) * logits + capped + 3 * ACTIVATION
+        each = 3 * HALF if options.by_halves else HALF + 3 * FULL
+        return each * logits + capped + 3 * ACTIVATION
     # Loss: logits in half and in single precision; maximum, exponent and division work in place.
     at_loss = (HALF + FULL) * logits
     # Head's backward: the logits' gradient and Megatron's unused weight gradient of the whole table.

@@ -36,6 +36,8 @@ def layer_options(job: Job) -> LayerOptions:
         flash_attention=job.training.flash_attention,
         dropout=job.training.dropout > 0.0,
         norm_statistics_bytes=facts.norm_statistics_bytes,
+        softmax_keeps_input=facts.softmax_keeps_input,
+        by_halves=facts.by_halves,
         # Off by default in Megatron (--cross-entropy-loss-fusion) and in plain torch models.
         fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
         eight_bit=job.training.precision == "fp8",

@@ -13,7 +13,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu",
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
-    "quick_gelu": "gelu",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "squared_relu",
     "silu": "silu",

@@ -130,7 +130,7 @@ def _llava() -> ModelSpec:
         kv_heads=40, head_dim=128, gated_mlp=True, activation="silu", norm="rmsnorm",
         patch_elements=3 * 14 * 14,
     )  # fmt: skip
-    tower = LayerKind(name="vision", frozen=True, **_encoder(1024, 16, tokens=577))
+    tower = LayerKind(name="vision", frozen=True, **_encoder(1024, 16, tokens=577, activation="quick_gelu"))
     entry = Entry(hidden=1024, tokens=577, inner=5120, bias=True, table="own")
     return with_groups(
         model,

@@ -44,7 +44,7 @@ from mist_megatron.spec.experts import ExpertSpec, LatentAttention
 from mist_megatron.spec.recurrent import DeltaNet, Half, Mamba, require_mixer
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "relu", "silu", "squared_relu"]
+Activation = Literal["gelu", "quick_gelu", "relu", "silu", "squared_relu"]
 Attention = Literal["causal", "full"]
 
 WIDEST = 10**7

@@ -168,6 +168,12 @@ class MemoryFacts:
     edges_follow: bool = True
     """Embedding and head follow the stage's ZeRO level and offload; Mist keeps them at ZeRO 1 on the GPU."""
     norm_statistics_bytes: int | None = None
+    softmax_keeps_input: bool = False
+    """A softmax that is a kernel of its own keeps its input beside its result (PyTorch up to 1.10, whose
+    derivatives.yaml names both)."""
+    by_halves: bool = False
+    """Elements have 32 bits, and every size is told by half: masks of one byte count half of one, and what is
+    copied to 32 bits elsewhere is not."""
     fused_cross_entropy: bool = False
     """The loss makes no copy of the logits in 32 bits, where the plan does not say."""
     vocabulary_multiple: int = 128

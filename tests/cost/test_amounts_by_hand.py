@@ -18,6 +18,7 @@ from mist_megatron.cost.formula import _fraction
 from mist_megatron.cost.iteration import balance
 from mist_megatron.cost.latent import head_norms
 from mist_megatron.cost.layer_memory import _plain_norms
+from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.needed_shapes import MEMORY_SIZES, _thinned
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.projections import with_adapters
@@ -95,15 +96,18 @@ def test_biases_of_experts_count_the_kernels_that_they_say() -> None:
 
 def test_plain_norms_keep_what_their_modules_keep() -> None:
     """Beyond the input in 16 bits: a LLaMA norm its fp32 copy, a T5 norm that and the input, a Gemma 3 norm
-    input and result in fp32 less the 16-bit result that is counted."""
+    input and result in fp32 less the 16-bit result that is counted. In 32 bits, told by half, all of them
+    keep what they normed."""
     layer = preset("llama2-7b").kinds[0]
     for changed, norms, each in (
         ({}, 2, 4),
         ({"rotary": False}, 2, 4 + 2),
         ({"post_norms": True}, 4, 2 * 4 - 2),
     ):
-        told = number(_plain_norms(replace(layer, **changed)), SP=0)
+        told = number(_plain_norms(replace(layer, **changed), LayerOptions()), SP=0)
         assert told == norms * each * number(ROWS, SP=0) * 512
+        wide = number(_plain_norms(replace(layer, **changed), LayerOptions(by_halves=True)), SP=0)
+        assert wide == norms * 2 * number(ROWS, SP=0) * 512
 
 
 def test_updates_on_the_host_that_nothing_hides() -> None:

@@ -12,18 +12,27 @@ import torch
 from plain_values import value_of
 from transformers import (
     BertConfig,
+    CLIPVisionConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    SwinConfig,
     T5Config,
     ViTConfig,
 )
 from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VLPatchMerger,
+    Qwen2_5_VLVisionBlock,
+)
+from transformers.models.swin.modeling_swin import SwinLayer, SwinPatchMerging
 from transformers.models.t5.modeling_t5 import T5Block
 from transformers.models.vit.modeling_vit import ViTLayer
 
@@ -42,7 +51,8 @@ from mist_megatron.targets.facts import Modules
 
 def saved_bytes(layer: torch.nn.Module, hidden_states: torch.Tensor, **given: Any) -> int:
     """Bytes of distinct storages, parameters aside, that one layer keeps for its backward pass."""
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    whole = [*layer.parameters(), *layer.buffers()]
+    own = {tensor.untyped_storage().data_ptr() for tensor in whole}
     found: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,10 +141,10 @@ OF_GEMMA = {**OF_LLAMA, "head_dim": 64, "num_hidden_layers": 6, "sliding_window"
 OF_VIT = {**SIZES, "image_size": 64, "patch_size": 8}
 
 
-def kept_by(model: ModelSpec, kind: str, *, fused: bool) -> float:
-    """What is predicted of a layer of that kind, for two samples."""
-    options = LayerOptions(flash_attention=fused, norm_statistics_bytes=4)
-    sizes = {"b": BATCH, "tp": 1, "cp": 1, "sp": 0, "sel": 0, "v": model.vocab, **size_values(model, SEQ)}
+def kept_by(model: ModelSpec, kind: str, *, fused: bool, dropped: bool = False, batch: int = BATCH) -> float:
+    """What is predicted of a layer of that kind, for so many samples."""
+    options = LayerOptions(flash_attention=fused, norm_statistics_bytes=4, dropout=dropped)
+    sizes = {"b": batch, "tp": 1, "cp": 1, "sp": 0, "sel": 0, "v": model.vocab, **size_values(model, SEQ)}
     (block,) = [block for block in blocks(model, options) if block.kind.name == kind]
     memory = layer_memory(block.kind, options, "plain_torch", passes_back=block.passes_back)
     return compile_expressions({"saved": block.own(memory.saved)}).run(sizes)["saved"].item()
@@ -180,10 +190,69 @@ def test_frozen_llama_layer() -> None:
     assert kept_by(read("llama", OF_LLAMA, frozen=True), "still", fused=True) == measured
 
 
-def test_vit_layer() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_vit_layer(fused: bool) -> None:
     model = read("vit", OF_VIT)
-    layer = ViTLayer(implemented(ViTConfig(**OF_VIT), fused=True)).bfloat16()
-    assert kept_by(model, "block", fused=True) == saved_bytes(layer, inputs(256, model.tokens or 0, BATCH))
+    layer = ViTLayer(implemented(ViTConfig(**OF_VIT), fused=fused)).bfloat16()
+    measured = saved_bytes(layer, inputs(256, model.tokens or 0, BATCH))
+    assert kept_by(model, "block", fused=fused) == measured
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clip_layer(fused: bool) -> None:
+    """A ViT's, but for the activation."""
+    model = read("vit", {**OF_VIT, "hidden_act": "quick_gelu"})
+    config = implemented(CLIPVisionConfig(**SIZES, hidden_act="quick_gelu"), fused=fused)
+    measured = saved_bytes(
+        CLIPEncoderLayer(config).bfloat16(), inputs(256, model.tokens or 0, BATCH), attention_mask=None
+    )
+    assert kept_by(model, "block", fused=fused) == measured
+
+
+def test_unfused_llama_layer() -> None:
+    config = implemented(LlamaConfig(**{**OF_LLAMA, "num_key_value_heads": 4}), fused=False)
+    given, more, tables = rotated(LlamaRotaryEmbedding(config), 256)
+    measured = saved_bytes(LlamaDecoderLayer(config, 0).bfloat16(), given, **more) - tables
+    model = read("llama", {**OF_LLAMA, "num_key_value_heads": 4})
+    assert kept_by(model, "block", fused=False) == measured
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+def test_swin_layer(shift: int) -> None:
+    """Its windows are copies, of what the norm gave, which is not kept besides. Unfused: its fused core takes
+    a mask, with which a CPU has none."""
+    sides = {"image_size": 112, "patch_size": 4, "window_size": 7, "embed_dim": 64}
+    shape = {**sides, "depths": [2, 2], "num_heads": [2, 4], "drop_path_rate": 0.0}
+    model, config = read("swin", shape), implemented(SwinConfig(**shape), fused=False)
+    layer = SwinLayer(config, dim=64, input_resolution=(28, 28), num_heads=2, shift_size=shift).bfloat16()
+    measured = saved_bytes(layer, inputs(64, 28 * 28, BATCH), input_dimensions=(28, 28))
+    assert kept_by(model, "stage1", fused=False) == measured
+    merge = saved_bytes(
+        SwinPatchMerging(64).bfloat16(), inputs(64, 28 * 28, BATCH), input_dimensions=(28, 28)
+    )
+    assert kept_by(model, "merge2", fused=False) == merge
+
+
+OF_QWEN = {"depth": 8, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 256}
+
+
+@pytest.mark.parametrize("kind", ["vision_window", "vision_full"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_qwen_vision_layer(fused: bool, kind: str) -> None:
+    """Values keep all that the QKV projection gave. Statistics and weights in fp32 aside."""
+    model = read("qwen2_5_vl", {**OF_LLAMA, "vision_config": OF_QWEN})
+    (tokens,) = {one.tokens for group in model.groups for one in group.pattern if one.name == kind}
+    assert tokens is not None
+    config = Qwen2_5_VLVisionConfig(**OF_QWEN, attn_implementation="sdpa" if fused else "eager")
+    bounds = torch.arange(0, tokens + 1, 64 if kind == "vision_window" else tokens, dtype=torch.int32)
+    tables = torch.randn(tokens, 64), torch.randn(tokens, 64)
+    given = torch.randn(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    block = Qwen2_5_VLVisionBlock(config, config._attn_implementation).bfloat16()
+    measured = saved_bytes(block, given, cu_seqlens=bounds, position_embeddings=tables)
+    measured -= sum(table.untyped_storage().nbytes() for table in tables)
+    assert kept_by(model, kind, fused=fused, batch=1) == pytest.approx(measured, rel=0.002)
+    merger = saved_bytes(Qwen2_5_VLPatchMerger(256, 256).bfloat16(), given)
+    assert kept_by(model, "merger", fused=fused, batch=1) == pytest.approx(merger, rel=0.002)
 
 
 def test_gemma3_layer() -> None:
@@ -223,3 +292,22 @@ def test_t5_layers() -> None:
         use_cache=False,
     )
     assert kept_by(model, "decoder", fused=False) == measured - encoded.untyped_storage().nbytes()
+
+
+def as_on_a_gpu(given: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Dropout with a mask of one byte; that of a CPU is as wide as its input."""
+    return torch.native_dropout(given, p, training)[0]
+
+
+def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 drops what its MLPs' activation gives, too; BERT does not."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", as_on_a_gpu)
+    bert = {**OF_BERT, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    layer = BertLayer(implemented(BertConfig(**bert), fused=False)).bfloat16()
+    measured = saved_bytes(layer, inputs(256, SEQ, BATCH))
+    assert kept_by(read("bert", bert), "block", fused=False, dropped=True) == measured
+    t5 = {**OF_T5, "dropout_rate": 0.1}
+    bias = torch.zeros(1, 4, SEQ, SEQ, dtype=torch.bfloat16)
+    block = T5Block(implemented(T5Config(**t5), fused=False)).bfloat16()
+    measured = saved_bytes(block, inputs(256, SEQ, BATCH), position_bias=bias)
+    assert kept_by(read("t5", t5), "encoder", fused=False, dropped=True) == measured
