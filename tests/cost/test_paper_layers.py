@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from galvatron_bmw import TABLE_1
+from galvatron_bmw import TABLE_1, directions
 
 from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.compile import compile_expressions
@@ -11,6 +11,7 @@ from mist_megatron.cost.kinds import size_values
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.spec.presets import preset
+from mist_megatron.spec.strategies import LayerRun
 
 
 def layers_mib(name: str, only: str = "", *, keeps_input: bool = True) -> float:
@@ -48,3 +49,16 @@ def test_short_decoders_are_no_stack_of_equal_layers() -> None:
     encoders = [layers_mib(f"t5-512/4-{count}", "encoder") for count in (48, 32)]
     assert encoders[0] - encoders[1] > more - less
     assert encoders[0] == layers_mib("t5-large-48", "encoder")
+
+
+def test_directions_of_figure_6_are_told_apart() -> None:
+    """Of layers in their order over all stages."""
+    sharded, split = LayerRun(count=3, strategy="sdp8+ckpt"), LayerRun(count=3, strategy="dp4-tp2")
+    assert directions("B", [(sharded, split)]) == {"no tensor parallelism early": True, "some late": True}
+    assert directions("B", [(split,), (sharded,)]) == {
+        "no tensor parallelism early": False,
+        "some late": False,
+    }
+    assert not any(directions("C, fast links", [(sharded, split)]).values())
+    assert directions("A", [(split,)]) == {"stages": False, "recomputation": False, "sharded data": False}
+    assert all(directions("A", [(sharded,), (split,)]).values())
