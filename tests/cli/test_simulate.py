@@ -106,7 +106,11 @@ def test_every_rank(mist, plan: Path, tmp_path: Path) -> None:  # type: ignore[n
         (["--schedule", "interleaved", "--vpp", "0"], "--vpp is 0; wanted --vpp 2 or more"),
         (
             ["--schedule", "interleaved", "--vpp", "40"],
-            "stages[0].layers is 15; wanted one for each of vpp 40 chunks",
+            "vpp is 40; wanted no more chunks than the largest stage has layers, 17",
+        ),
+        (
+            ["--schedule", "interleaved", "--vpp", "17"],
+            "stages[0].layers is 15; wanted one for each of vpp 17 chunks",
         ),
         (["--vpp", "2"], "without --schedule"),
         (
