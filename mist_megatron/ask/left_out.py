@@ -106,6 +106,8 @@ def _offload(tuned: Proved) -> str:
 
 def _offload_modules(tuned: Proved) -> str:
     able = "offload_modules" in TARGETS[tuned.job.target].capability.switches
+    if tuned.settings.limits.offload_modules:
+        return "beside activations that leave by modules no graphs, Megatron-FSDP or tokens beside passes"
     said = tuned.settings.limits.offload_modules is not None or tuned.job.execution.offload_modules
     return "activations of modules in host memory only where --fix asks for it" if able and not said else ""
 
@@ -179,7 +181,9 @@ LEFT_OUT = (
     ),
     LeftOut(
         keys=("offload_modules",),
-        told="activations that leave by modules (`--offload-modules`), but where --fix asks for it",
+        told="activations that leave by modules (`--offload-modules`), but where --fix asks for it, and "
+        "beside them graphs, Megatron-FSDP, tokens beside passes, and layers run again where --fix does not "
+        "say it",
         words=_offload_modules,
     ),
     LeftOut(told="fractions of offload between the steps of `--grid`", words=_offload),

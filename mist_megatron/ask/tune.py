@@ -53,6 +53,7 @@ from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution, Plan
+from mist_megatron.targets.rules import violations
 from mist_megatron.targets.table import TARGETS
 
 FULL = space_named("full")
@@ -326,6 +327,8 @@ def _told(
     """What a search found, as plans with prediction and provenance."""
     evaluators = tuple(priced[one.execution].evaluator.in_order(one.shape.order) for one in result.solutions)
     plans = [plan_of(*pair) for pair in zip(evaluators, result.solutions, strict=True)]
+    if settings.limits.offload_modules and (broken := [why for plan in plans for why in violations(plan)]):
+        raise InputError(f"--fix offload_modules: {broken[0]}")
     predictions = tuple(predict(*pair) for pair in zip(plans, evaluators, strict=True))
     abouts = provenances(job, space, settings, result, priced[result.solutions[0].execution].origin)
     told = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mist_megatron.errors import InputError
 from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, SHORT, SWITCH_KEYS, Limits
 from mist_megatron.spec import check
@@ -45,7 +47,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         raise InputError(f"--fix vpp={fixed['vpp']} contradicts --forbid interleaved")
     if fixed.get("vpp", 1) > 1 and fixed.get("pp", 2) == 1:
         raise InputError(f"--fix vpp={fixed['vpp']} contradicts --fix pp=1: interleaving needs stages")
-    return Limits(
+    limits = Limits(
         fixed=fixed,
         most=bounds,
         recompute=next((kind for kind in RECOMPUTE_KINDS if kind == recompute), None),
@@ -55,6 +57,15 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         offload_modules=None if offloaded is None else _offloaded(offloaded),
         forbidden=frozenset(forbid),
     )
+    return _beside_offload(limits) if limits.offload_modules else limits
+
+
+def _beside_offload(limits: Limits) -> Limits:
+    """Megatron's offload of modules excludes what is not asked for beside it: layers run again, graphs that
+    hold its copies, Megatron-FSDP and tokens beside passes."""
+    recompute = limits.recompute or ("selective" if limits.recompute_modules else "none")
+    apart = {"cuda_graphs", "expert_overlap", "megatron_fsdp"} - {*limits.fixed}
+    return replace(limits, recompute=recompute, forbidden=limits.forbidden | apart)
 
 
 def _modules(text: str | None) -> tuple[Module, ...] | None:

@@ -87,6 +87,7 @@ _WHY = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1 keeps kernels of tensor parallelism in order; 32 lets tokens travel "
     "beside two passes; Megatron-FSDP refuses 1",
     "NVLINK_DOMAIN_SIZE": "HybridEP: GPUs that NVLink joins",
+    "NVTE_CPU_OFFLOAD_V1": "offload of modules wants Transformer Engine's first way of it (from 2.10)",
     "USE_MNNVL": "HybridEP: NVLink joins several nodes",
     "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": "HybridEP: ranks of an expert group in one such domain",
 }
