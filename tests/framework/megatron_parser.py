@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import types
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +28,18 @@ def shim():
         sys.modules["megatron_cpu"] = module
         spec.loader.exec_module(module)
     return sys.modules["megatron_cpu"]
+
+
+@contextlib.contextmanager
+def imported(*, capability: int = 9):
+    """Megatron with its parser, believing in Transformer Engine on a GPU of this major capability."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron = shim()
+        megatron.import_megatron()
+        importlib.import_module("megatron.training.training")  # loaded before it is patched
+        megatron.pretend_transformer_engine(capability=capability)
+        yield
 
 
 SOURCE = functools.cache(inspect.getsource)

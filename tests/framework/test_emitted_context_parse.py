@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import types
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -37,12 +35,7 @@ KNOWN = frozenset(
 
 @pytest.fixture(scope="module", autouse=True)
 def _parser():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shim = megatron_parser.shim()
-        shim.import_megatron()
-        importlib.import_module("megatron.training.training")  # loaded before it is patched
-        shim.pretend_transformer_engine()
+    with megatron_parser.imported():
         yield
 
 

@@ -5,7 +5,6 @@ CI takes each twelfth plan; MIST_WHOLE_GRIDS=1 takes all.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -121,12 +120,7 @@ def grid_of_plans() -> list[Plan]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _parser():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shim = megatron_parser.shim()
-        shim.import_megatron()
-        importlib.import_module("megatron.training.training")  # loaded before it is patched
-        shim.pretend_transformer_engine(capability=10)
+    with megatron_parser.imported(capability=10):
         yield
 
 

@@ -3,9 +3,6 @@ what published runs print."""
 
 from __future__ import annotations
 
-import importlib
-import warnings
-
 import pytest
 
 pytest.importorskip("torch")
@@ -59,12 +56,7 @@ def made(name: str, grid: tuple[int, int, int, int], seq_len: int) -> Plan:
 
 @pytest.fixture(scope="module", autouse=True)
 def _parser():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shim = megatron_parser.shim()
-        shim.import_megatron()
-        importlib.import_module("megatron.training.training")  # loaded before it is patched
-        shim.pretend_transformer_engine(capability=10)
+    with megatron_parser.imported(capability=10):
         yield
 
 

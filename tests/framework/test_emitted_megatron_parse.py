@@ -141,13 +141,7 @@ def grid_of_plans() -> list[Plan]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _parser():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        shim = megatron_parser.shim()
-        shim.import_megatron()
-        importlib.import_module("megatron.training.training")  # loaded before it is patched
-
-        shim.pretend_transformer_engine()
+    with megatron_parser.imported():
         yield
 
 
