@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from galvatron_bmw import TABLE_1, directions
+from galvatron_bmw import TABLE_1, directions, gpipe, in_order
+from galvatron_runs import ALL_REDUCE_BYTES_PER_S, GPIPE_MICRO_BATCHES, LAYER_S, TITAN, cluster, evaluator_of
 
+from mist_megatron.calibrate.validate import spearman
 from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.compile import compile_expressions
 from mist_megatron.cost.kinds import size_values
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
+from mist_megatron.price.prices import Collective
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.strategies import LayerRun
 
@@ -62,3 +66,37 @@ def test_directions_of_figure_6_are_told_apart() -> None:
     assert not any(directions("C, fast links", [(sharded, split)]).values())
     assert directions("A", [(split,)]) == {"stages": False, "recomputation": False, "sharded data": False}
     assert all(directions("A", [(sharded,), (split,)]).values())
+
+
+def test_columns_in_the_papers_order_are_counted_to_their_last_digit() -> None:
+    """Two neighbours of four in the other order are 1 - 12/60, whose sums may end below 0.8."""
+    swapped = spearman([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 3.0, 4.0])
+    assert swapped == pytest.approx(0.8)
+    assert in_order([1.0, swapped, 0.8, 0.5, 0.79]) == 3
+
+
+def test_a_layer_takes_what_the_papers_code_has() -> None:
+    """On its machine: the forward pass of a T5-Large encoder layer, four in each of the first stages."""
+    prediction = gpipe(evaluator_of("t5-large-32", cluster(TITAN, 8, 400), 64), [8])
+    assert prediction is not None
+    stage = prediction.stages[1]
+    layer_s = (stage.forward_s - stage.forward_exchange_s) / 4 / 8
+    assert layer_s == pytest.approx(LAYER_S, rel=0.02)
+
+
+def test_an_all_reduce_takes_what_the_papers_code_has() -> None:
+    """By the ring's formula, of 256 MiB in 32 bits, which are 128 counted by halves."""
+    prices = evaluator_of("bert-huge-32", cluster(TITAN, 8, None), 8).prices
+    one = np.asarray(1.0)
+    whole = Collective(kind="all_reduce", moved_bytes=128 * 2.0**20 * one, ranks=8 * one, nodes=one)
+    told_s = 2 * 7 / 8 * 256 * 2.0**20 / ALL_REDUCE_BYTES_PER_S
+    assert float(prices.of(whole).seconds) == pytest.approx(told_s, rel=0.01)
+
+
+def test_gpipe_of_the_paper_has_few_micro_batches() -> None:
+    """ViT-Huge-32 at 16 GB: 144 images take 5.7 s there. 18 micro-batches would be faster than 4, and further
+    from that."""
+    evaluator = evaluator_of("vit-huge-32", cluster(TITAN, 8, 16), 144)
+    few, many = (gpipe(evaluator, [count]) for count in (GPIPE_MICRO_BATCHES, 18))
+    assert few is not None and many is not None
+    assert many.iteration_s < few.iteration_s < 144 / 25.26
