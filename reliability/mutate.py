@@ -1,17 +1,18 @@
 """Changes the product in one place at a time and asks the tests whether they see it.
 
-    python reliability/mutate.py [ROOM ...] [--count 200] [--seed 1] [--record]
+    python reliability/mutate.py [ROOM ...] [--count 200] [--seed 1] [--kept FOLDER] [--record]
 
 Places are drawn at random from the syntax trees of the rooms that compute: a comparison turned, an operator
 exchanged, a number moved, min taken for max, branches exchanged. Texts, messages and annotations are left
 alone. Each change is made in a copy of the checkout, where the tests that run its line (one run under
-coverage tells which) come, the quickest first, then the files that name its module, until one fails.
-What no test sees is listed, to be read: it is a gap in the tests, or a change that means the same, which
-whoever has read it says in same.json, with the reason, by the text of its line. Some ten
-seconds each after a quarter of an hour, so no part of CI; wants pytest-cov. `--quick` spares the run under
-coverage and goes by what test files import: what it sees is seen, what it does not may yet be. A test that
-fails without the change too sees nothing, and is left out from then on. `--record`
-adds what came of it to results/mutations.json.
+coverage tells which) come, the quickest first, then the files that name its module, then what is predicted
+of the recipes, until one fails. What no test sees is listed, to be read: it is a gap in the tests, or a
+change that means the same, which whoever has read it says in same.json, with the reason, by the text of its
+line. Some ten seconds each after a quarter of an hour, so no part of CI; wants pytest-cov. `--quick` spares
+the run under coverage and goes by what test files import: what it sees is seen, what it does not may yet
+be. `--kept` spares it where an earlier run left ROOM.coverage and ROOM.xml in that folder, and leaves them
+there: tests that are newer come with those that name the module. A test that fails without the change too
+sees nothing, and is left out from then on. `--record` adds what came of it to results/mutations.json.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ ROOMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "placement": (
         ("mist_megatron/ask/place.py", "mist_megatron/search/place.py", "mist_megatron/cost/placed.py",
          "mist_megatron/calibrate/links.py", "mist_megatron/calibrate/link_tables.py"),
-        ("tests/ask/test_place.py", "tests/cost/test_placed.py", "tests/calibrate", "tests/search"),
+        ("tests/ask/test_place.py", "tests/ask/test_place_gpus.py", "tests/ask/test_tune_links.py",
+         "tests/ask/test_link_draws.py", "tests/cost/test_placed.py", "tests/calibrate/test_links.py",
+         "tests/calibrate/test_join_links.py", "tests/search/test_placement_search.py"),
     ),
     "traces": (("mist_megatron/traces", "mist_megatron/recorded"), ("tests/traces", "tests/recorded")),
 }  # fmt: skip
@@ -187,6 +190,11 @@ class Places(ast.NodeVisitor):
             end = self.at(node.func.end_lineno or 1, node.func.end_col_offset or 0)
             self.put(end - len(name), end, SWAPPED[name], node.lineno)
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        """Whether `zip` wants equal lengths is a check, not a figure."""
+        if node.arg != "strict":
+            self.visit(node.value)
+
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         self.generic_visit(node)
         if isinstance(node.op, ast.Not):
@@ -238,24 +246,22 @@ class Reach:
         return sorted(reached, key=lambda test: self.seconds.get(test, math.inf))
 
 
-def measured(room: str, checkout: Path) -> Reach:
+def measured(room: str, checkout: Path, kept: str) -> Reach:
     """Runs a room's tests once, each line's tests noted; those that fail are named and count for nothing."""
     with tempfile.TemporaryDirectory() as folder:
-        data, report = Path(folder) / "coverage", Path(folder) / "tests.xml"
-        failing(
-            [named for named in ROOMS[room][1] if (checkout / named).exists()],
-            checkout,
-            (
-                "--maxfail=0",
-                "--cov=mist_megatron",
-                "--cov-context=test",
-                "--cov-report=",
-                f"--junitxml={report}",
-            ),
-            {"COVERAGE_FILE": str(data)},
-            LIMIT_S * 5,
-        )
-        reach = read_reach(data, report, checkout)
+        home = Path(kept or folder).resolve()
+        data, report = home / f"{room}.coverage", home / f"{room}.xml"
+        words = ("--maxfail=0", "--cov=mist_megatron", "--cov-branch", "--cov-context=test", "--cov-report=")
+        (checkout / ".coveragerc").write_text("[run]\nrelative_files = true\n", "utf-8")
+        if not (data.exists() and report.exists()):
+            failing(
+                [named for named in ROOMS[room][1] if (checkout / named).exists()],
+                checkout,
+                (*words, "--cov-config=.coveragerc", f"--junitxml={report}"),
+                {"COVERAGE_FILE": str(data)},
+                LIMIT_S * 5,
+            )
+        reach = read_reach(data, report)
         print(
             f"{room}: {len(reach.seconds)} tests",
             *sorted(reach.failing),
@@ -265,7 +271,7 @@ def measured(room: str, checkout: Path) -> Reach:
         return reach
 
 
-def read_reach(data: Path, report: Path, checkout: Path) -> Reach:
+def read_reach(data: Path, report: Path) -> Reach:
     """What a run left behind.
 
     What a fixture of a whole file computes runs once, under the name of the file's first test: all tests of
@@ -279,7 +285,7 @@ def read_reach(data: Path, report: Path, checkout: Path) -> Reach:
     lines = CoverageData(basename=str(data))
     lines.read()
     for file in lines.measured_files():
-        own = contexts.setdefault(str(Path(file).relative_to(checkout)), {})
+        own = contexts.setdefault(file, {})
         for line, names in lines.contexts_by_lineno(file).items():
             reached: set[str] = set()
             for test, _, moment in (name.rpartition("|") for name in names if name):
@@ -289,32 +295,33 @@ def read_reach(data: Path, report: Path, checkout: Path) -> Reach:
     return Reach(contexts, seconds, {test for test, _, failed in told if failed})
 
 
-def naming(room: str, change: Change, quick: bool) -> list[list[str]]:
+def naming(room: str, change: Change, quick: bool, checkout: Path) -> list[list[str]]:
     """Test files that name the changed module: they may read what another test had computed.
 
-    In a quick look these are of all rooms, the recipes come before them, and after them come the files that
-    name a module which imports it, and a module which imports that.
+    Then come the recipes. In a quick look these come first, the files are of all rooms, and after them come
+    those that name a module which imports it, and a module which imports that.
     """
-    homes = [ROOT / "tests" / name for name in QUICK] if quick else [ROOT / named for named in ROOMS[room][1]]
-    files = {path: path.read_text("utf-8") for home in homes for path in _test_files(home)}
-    modules = {path: path.read_text("utf-8") for path in (ROOT / "mist_megatron").rglob("*.py")}
-    names, known = {_module(ROOT / change.path)}, set[str]()
+    homes = [f"tests/{name}" for name in QUICK] if quick else ROOMS[room][1]
+    files = {path: path.read_text("utf-8") for home in homes for path in _test_files(checkout / home)}
+    modules = {path: path.read_text("utf-8") for path in (checkout / "mist_megatron").rglob("*.py")}
+    names, known = {_module(Path(change.path))}, set[str]()
     found = [[FIRST]] if quick else []
     for _ in range(3 if quick else 1):
         named = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(names)))
         new = {path: len(text) for path, text in files.items() if named.search(text)}
         few = sorted(new, key=lambda path: new[path])[: FEW if quick else None]
-        found.append([str(path.relative_to(ROOT)) for path in few])
+        found.append([str(path.relative_to(checkout)) for path in few])
         files = {path: text for path, text in files.items() if path not in new}
         known |= names
-        names = {_module(path) for path, text in modules.items() if named.search(text)} - known
+        importing = (path for path, text in modules.items() if named.search(text))
+        names = {_module(path.relative_to(checkout)) for path in importing} - known
         if not names:
             break
-    return found
+    return found if quick else [*found, [FIRST]]
 
 
 def _module(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(path.with_suffix("").parts)
 
 
 def _test_files(home: Path) -> list[Path]:
@@ -327,7 +334,7 @@ def seen_by(change: Change, room: str, reach: Reach, checkout: Path, quick: bool
     whole = home.read_text("utf-8")
     changed = whole[: change.start] + change.new + whole[change.end :]
     reached = reach.tests(change)
-    tries = [reached[:AT_FIRST], reached[AT_FIRST:], *naming(room, change, quick)]
+    tries = [reached[:AT_FIRST], reached[AT_FIRST:], *naming(room, change, quick, checkout)]
     try:
         for tests in tries:
             while True:
@@ -419,6 +426,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="no run under coverage: test files by their imports"
     )
+    parser.add_argument("--kept", default="", help="a folder for what the runs under coverage tell")
     parser.add_argument("--record", action="store_true", help="into results/mutations.json")
     asked = parser.parse_args()
     survived: list[str] = []
@@ -431,7 +439,7 @@ def main() -> int:
         rooms = asked.rooms or list(ROOMS)
         chosen = drawn(rooms, asked.count, asked.seed)
         known = Reach({}, {}, broken([FIRST], checkout)) if asked.quick else None
-        reach = {room: known or measured(room, checkout) for room in rooms}
+        reach = {room: known or measured(room, checkout, asked.kept) for room in rooms}
         for room, change in chosen:
             started = time.monotonic()
             seen = seen_by(change, room, reach[room], checkout, asked.quick)

@@ -72,7 +72,7 @@ def named_pairs(text: str, where: str) -> tuple[list[tuple[str, str, float]], fl
 
 
 def _message_bytes(text: str, where: str) -> float:
-    message = re.search(r"(?im)^\s*msgsize\s+(\d+)", TAGS.sub("", text))
+    message = re.search(r"(?im)^[ \t]*msgsize[ \t]+(\d+)", TAGS.sub("", text))
     size = float(message.group(1)) if message else USUAL_BYTES
     if size <= 0.0:
         raise InputError(f"{where}: MsgSize is {size:g}; wanted above 0")

@@ -56,9 +56,11 @@ def kind_of(text: str, where: str) -> Kind:
             return "raw"
         if re.search(r'"ph"\s*:', head):
             return "kineto"
-    elif re.search(r"mpiGraph", head) or re.search(r"(?im)^\s*(send|recv)\b[^\n]*\n\s*\S+[ \t]+[\d.]", head):
+    elif re.search(r"mpiGraph", head) or re.search(
+        r"(?im)^[ \t]*(send|recv)\b[^\n]*\n\s{0,99}\S+[ \t]+[\d.]", head
+    ):
         return "mpigraph"
-    elif re.search(r"#.*(nThread|algbw|nccl-tests)|_perf\b|nThread \d+ nGpus \d+", text):
+    elif re.search(r"(?m)^[^#\n]*#.*(nThread|algbw|nccl-tests)|_perf\b|nThread \d+ nGpus \d+", text):
         # Anywhere: thousands of lines of NCCL_DEBUG may stand before.
         return "nccl-tests"
     refuse_others(head.encode("utf-8", "replace"), where)

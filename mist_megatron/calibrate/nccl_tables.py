@@ -37,8 +37,11 @@ _COLUMNS = ("size", "type", "time", "algbw", "busbw")
 _NUMBER = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+)?$")
 _START = re.compile(r"\bnThread\s+\d+\s+nGpus\s+\d+|Collective test starting|nccl-tests version")
 _FAILURE = re.compile(r"Test (?:NCCL |CUDA )?failure|NCCL failure|Segmentation fault|srun: error|MPI_ABORT")
-TAGS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\[[^\[\]<>]*\d+\s*,\s*\d+\]\s*<std(?:out|err|diag)>\s*:")
-"""Colours, and mpirun's --tag-output, which stands wherever a program flushed."""
+TAGS = re.compile(
+    r"\x1b\[[0-9;]{0,99}[A-Za-z]|\[[^\[\]<>]{0,300}?\b\d{1,9} ?, ?\d{1,9}\] ?<std(?:out|err|diag)> ?:"
+)
+"""Colours, and mpirun's --tag-output, which stands wherever a program flushed. Repeats have limits here and
+below: a long line would otherwise be gone through once from each of its places."""
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _LABEL = (
     r"(?:\[[^\[\]\n]{1,100}\]|[\w./-]{1,100}(?::\d+)?:|[\w./-]{1,100} *\||>"
@@ -47,8 +50,8 @@ _LABEL = (
 )
 """Before lines: srun --label, pdsh, Hydra, kubectl logs --prefix, containers, clocks, syslog, `>`."""
 _PREFIX = re.compile(rf"^\s*(?:{_LABEL}\s+)*(?=#|Rank\s+\d|\d+\s+\d+\s)")
-_LABELS = re.compile(rf"^\s*(?:{_LABEL}[ \t]+)+", re.M)
-_DEBUG = re.compile(r"(-1)?[^\s:]+:\d+:\d+ \[\d+\] NCCL (?:INFO|WARN|TRACE|ABORT).*$")
+_LABELS = re.compile(rf"^[ \t]*(?:{_LABEL}[ \t]+)+", re.M)
+_DEBUG = re.compile(r"(-1)?[^\s:]{1,255}:\d{1,9}:\d{1,9} \[\d+\] NCCL (?:INFO|WARN|TRACE|ABORT).*$")
 """The root's -1 is the last cell that a program flushes before it has measured."""
 
 
