@@ -108,8 +108,8 @@ class Rank:
         self.host += 25.0
 
     def beside(self) -> None:
-        """Two kernels of one launch, one beside them, one that nothing launched, copies, and a host that waits
-        for a stream and for a record."""
+        """Two kernels of one launch, one beside them, one that nothing launched, copies, and a host
+        that waits for a stream and for a record."""
         made, at = self.made, self.host
         number = made.call("cudaGraphLaunch", at)
         where, begin = (0, 7), max(self.free[7], at + 8.0) + 1.0
