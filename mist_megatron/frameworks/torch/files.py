@@ -26,8 +26,8 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
             details=("try: mist-megatron tune --target torch --space galvatron-bmw",),
         )
     _require_joined(plan.model)
-    if plan.rank_map is not None or plan.training.precision == "fp8":
-        raise InputError("plan: parallelize.py numbers ranks node by node and knows no fp8")
+    if plan.rank_map is not None:
+        raise InputError("plan: parallelize.py numbers ranks node by node; wanted no rank_map")
     return {
         "README.md": _readme(plan),
         "plan.yaml": plan_to_yaml(plan),
