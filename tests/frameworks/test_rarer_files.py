@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -28,6 +30,8 @@ from mist_megatron.frameworks.deepspeed.convert import (
 )
 from mist_megatron.frameworks.deepspeed.read import Config, Reading, read_config
 from mist_megatron.frameworks.loose_json import read_loose
+from mist_megatron.frameworks.megatron.write import execution_flags
+from mist_megatron.frameworks.megatron.yaml_run import _size
 from mist_megatron.frameworks.torch.files import files
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
@@ -228,6 +232,46 @@ def test_kept_keys_are_as_they_were() -> None:
     )
     assert {"zero_optimization", "zero_optimization.stage", "bf16.enabled"} <= keepable(mine, SCHEMA)
     assert flat({"a": {"b": {"c": 1}, "d": {}}, "_mist": {"x": 1}, "e": 2}) == {"a.b.c": 1, "a.d": {}, "e": 2}
+
+
+@pytest.mark.parametrize(
+    ("replicas", "exchange", "flags"),
+    [((1, 1), 1, False), ((1, 2), 1, True), ((2, 1), 1, True), ((2, 2), 1, True), ((1, 1), 2, True)],
+)
+def test_gradients_are_reduced_where_any_stage_has_replicas(
+    replicas: tuple[int, int], exchange: int, flags: bool
+) -> None:
+    plan = mm.tune(
+        model="gpt3-1.3b", gpus=4, gpus_per_node=4, gpu="a100-sxm-40gb", target="megatron", fix="pp=2,dp=2",
+        global_batch=16, seq=1024,
+    ).plan  # fmt: skip
+    assert plan is not None
+    execution = replace(plan.execution, overlap_grad_reduce=True, overlap_param_gather=True)
+    stages = [SimpleNamespace(dp=dp, zero=1) for dp in replicas]
+    told = SimpleNamespace(
+        execution=replace(execution, context_parallel=exchange), stages=stages, training=plan.training,
+        target="megatron", model=plan.model, cluster=plan.cluster,
+    )  # fmt: skip
+    names = {one.name if hasattr(one, "name") else one[0] for one in execution_flags(cast(Plan, told))}
+    assert ("--overlap-grad-reduce" in names) == flags
+
+
+@pytest.mark.parametrize(
+    ("trainer", "wanted"),
+    [
+        ({"devices": 4}, (4, 4)),
+        ({"devices": 4, "num_nodes": 3}, (12, 4)),
+        ({"devices": [0, 2], "num_nodes": 2}, (4, 2)),
+        ({"devices": 0}, (None, None)),
+        ({"devices": 4, "num_nodes": 0}, (None, None)),
+        ({"devices": "auto"}, (None, None)),
+        ({"num_nodes": 2}, (None, None)),
+        ("no mapping", (None, None)),
+    ],
+)
+def test_gpus_that_a_trainer_says(trainer: object, wanted: tuple[int | None, int | None]) -> None:
+    said = SimpleNamespace(told=SimpleNamespace(value=lambda name, value: value))
+    assert _size(trainer, cast(Any, said)) == wanted
 
 
 @pytest.mark.parametrize(("moved", "told"), [("rank_map", "wanted no rank_map"), ("precision", "no 8-bit")])

@@ -153,6 +153,29 @@ def test_a_recording_of_twice_the_time_takes_twice_as_long(tmp_path: Path, quest
         assert slow.window_s == pytest.approx(2.0 * quick.window_s, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("question", [{}, {"scale": "kernel=gemm:2"}])
+def test_a_timeline_that_is_written_says_what_was_told(
+    tmp_path: Path, kind: str, question: dict[str, Any]
+) -> None:
+    """Steps and kernels by rank, to the thousandth of a microsecond that a trace has."""
+    answer = replay(written(tmp_path, kind), trace=tmp_path / "told.json", **question)
+    events = json.loads((tmp_path / "told.json").read_text())["traceEvents"]
+    page = answer.changed or answer.recorded
+    steps = [event["dur"] / 1e6 for event in events if event["name"].startswith("ProfilerStep")]
+    assert steps == pytest.approx([s for one in page.steps.values() for _, s in one], abs=2e-9)
+    nodes, played = answer.recording.graph.nodes, answer.played
+    first = float(played.start_ns.min())
+    gpu = np.flatnonzero(nodes.role == Role.GPU)
+    wanted = (
+        np.sort((played.start_ns[gpu] - first) / 1e3),
+        np.sort((played.end_ns[gpu] - played.start_ns[gpu]) / 1e3),
+    )
+    kernels = [event for event in events if "stream" in event.get("args", {})]
+    assert np.sort([event["ts"] for event in kernels]) == pytest.approx(wanted[0], abs=2e-3)
+    assert np.sort([event["dur"] for event in kernels]) == pytest.approx(wanted[1], abs=2e-3)
+
+
 def main() -> None:
     lines = []
     with tempfile.TemporaryDirectory() as folder:
