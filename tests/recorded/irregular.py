@@ -13,6 +13,11 @@ from hand_made import HandMade
 BACK = "autograd::engine::evaluate_function: "
 TOKENS, HIDDEN, FFN, VOCAB, LAYERS, MICRO_BATCHES = 512, 256, 1024, 4096, 3, 2
 STEPS = (3, 4, 5)
+CORE = {
+    "Input Dims": [[1, TOKENS, 4, 64]] * 3, "Input type": ["c10::BFloat16"] * 3,
+    "Concrete Inputs": [""] * 8 + ["True"],
+}  # fmt: skip
+"""Attention of four heads of 64."""
 BACKWARD = (
     (TOKENS, FFN, HIDDEN), (HIDDEN, FFN, TOKENS), (TOKENS, HIDDEN, FFN), (FFN, HIDDEN, TOKENS),
 )  # fmt: skip
@@ -88,10 +93,14 @@ class Rank:
         for _ in range(LAYERS):
             norm = {"Input Dims": [[1, TOKENS, HIDDEN], [], [HIDDEN]], "Input type": ["c10::BFloat16"] * 3}
             self.operator("aten::native_layer_norm", {"norm": 8.0}, **norm)
+            self.product(TOKENS, 3 * HIDDEN, HIDDEN, 25.0)
+            self.operator("aten::_flash_attention_forward", {"flash": 21.0}, **CORE)
+            self.product(TOKENS, HIDDEN, HIDDEN, 11.0)
             self.product(TOKENS, FFN, HIDDEN, 31.0)
             dims = {"Input Dims": [[1, TOKENS, FFN]], "Input type": ["c10::BFloat16"]}
             self.operator("aten::gelu", {"gelu": 9.0}, **dims)
             self.product(TOKENS, HIDDEN, FFN, 33.0)
+        self.product(TOKENS, VOCAB, HIDDEN, 44.0)
         self.operator("aten::nll_loss", {"softmax": 14.0, "loss": 5.0})
 
     def backward(self, last: bool) -> None:
