@@ -27,20 +27,20 @@ BACKWARD = (
 class Rank:
     """A launch takes its time, and a kernel starts when its stream is free."""
 
-    def __init__(self, number: int, others: dict[int, float], pace: float, even: bool, odd: bool) -> None:
-        self.made, self.pace, self.even, self.odd = HandMade(rank=number, world=2), pace, even, odd
+    def __init__(self, number: int, others: dict[int, float], pace: float, kind: str) -> None:
+        self.made, self.pace, self.kind = HandMade(rank=number, world=2), pace, kind
         self.draw = random.Random(number)
         self.host, self.free = 40.0 * number, {7: 0.0, 20: 0.0, 13: 0.0}
         self.others, self.sums = others, 0
 
     def length(self, usual: float) -> float:
-        if self.even:
+        if self.kind == "even":
             return max(5.0, 5.0 * round(usual / 5.0))
         return round(usual * self.draw.uniform(0.6, 1.7), 3)
 
     def launch(self, name: str, usual: float, stream: int = 7, thread: int = 1, **said: object) -> None:
         begin = self.host + self.length(3.0)
-        gap = 0.0 if self.even else 0.5
+        gap = 0.0 if self.kind == "even" else 0.5
         start = round(max(self.free[stream], begin + 2.0 + self.length(1.5)) + gap, 3)
         length = self.length(usual * self.pace)
         self.made.kernel(name, begin, start, length, stream, thread, **said)
@@ -81,6 +81,13 @@ class Rank:
         self.free[20], self.host, self.sums = end, begin + 5.0, self.sums + 1
 
     def forward(self) -> None:
+        if self.kind != "bare":
+            self.copied()
+        dims = {"Input Dims": [[VOCAB, HIDDEN], [1, TOKENS]], "Input type": ["c10::BFloat16", "long int"]}
+        self.operator("aten::embedding", {"gather": 12.0}, **dims)
+        self.layers()
+
+    def copied(self) -> None:
         number = self.made.call("cudaMemcpyAsync", self.host)
         self.made.event(
             "gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", (0, 13), self.host + 4.0, 9.0, stream=13,
@@ -88,8 +95,8 @@ class Rank:
         )  # fmt: skip
         self.host, self.free[13] = self.host + 7.0, self.host + 13.0
         self.follow(7, 13)
-        dims = {"Input Dims": [[VOCAB, HIDDEN], [1, TOKENS]], "Input type": ["c10::BFloat16", "long int"]}
-        self.operator("aten::embedding", {"gather": 12.0}, **dims)
+
+    def layers(self) -> None:
         for _ in range(LAYERS):
             norm = {"Input Dims": [[1, TOKENS, HIDDEN], [], [HIDDEN]], "Input type": ["c10::BFloat16"] * 3}
             self.operator("aten::native_layer_norm", {"norm": 8.0}, **norm)
@@ -156,12 +163,12 @@ class Rank:
 
     def step(self, number: int) -> None:
         begin = self.host
-        self.host += 4.0
+        self.host += 0.0 if self.kind == "bare" else 4.0
         for micro_batch in range(MICRO_BATCHES):
             self.forward()
             self.backward(micro_batch == MICRO_BATCHES - 1)
         self.follow(7, 20)
-        if self.odd:
+        if self.kind == "odd":
             self.beside()
         start = self.host
         self.operator("aten::_fused_adam_", {"adam": 40.0, "clip": 6.0})
@@ -170,19 +177,21 @@ class Rank:
         until = max(max(self.free.values()), self.host + 9.0)
         self.made.call("cudaDeviceSynchronize", self.host, round(until + 1.0 - self.host, 3))
         self.host = until + 7.0
-        self.made.step(number, begin, round(self.host - begin - 2.0, 3))
+        if self.kind != "bare":
+            self.made.step(number, begin, round(self.host - begin - 2.0, 3))
 
 
-def job(pace: float = 1.0, *, even: bool = False, odd: bool = False) -> list[HandMade]:
+def job(pace: float = 1.0, kind: str = "") -> list[HandMade]:
     """Both ranks, with kernels of so many times their usual length: the GPU's pace, below a half the host's.
 
     `even`: everything takes a multiple of five and begins when what was before it ends; `odd`: steps end with
-    what is rarer. The second is drawn knowing when the first came to each sum, and then the first once more.
+    what is rarer; `bare`: one step that nothing marks, whose first event is an operator. The second rank is
+    drawn knowing when the first came to each sum, and then the first once more.
     """
     others: dict[int, float] = {}
     for _ in range(2):
-        ranks = [Rank(number, others, pace, even, odd) for number in (0, 1)]
+        ranks = [Rank(number, others, pace, kind) for number in (0, 1)]
         for rank in ranks:
-            for number in STEPS:
+            for number in STEPS[:1] if kind == "bare" else STEPS:
                 rank.step(number)
     return [rank.made for rank in ranks]
