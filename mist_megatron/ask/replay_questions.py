@@ -82,8 +82,7 @@ def asked(
         recording = record(traces, step, waits)
     change, told = Change(), list[Retimed]()
     if questions.gpu is not None:
-        if not any(part.trace.on_gpu.any() for part in recording.parts):
-            raise InputError(f"--gpu {questions.gpu}: no kernel of a GPU is in these traces", details=(HOW,))
+        _require_kernels(recording, f"--gpu {questions.gpu}")
         change, told = on_device(recording, device_of(recording.traces), device_named(questions.gpu))
     if sizes:
         change, more = on_widths(recording, sizes, questions.device(recording), change)
@@ -213,10 +212,18 @@ def _send_s(recording: Recording, questions: Questions) -> float:
     return device.seconds(work) or 0.0
 
 
+def _require_kernels(recording: Recording, option: str) -> None:
+    """What other prices are asked for: a host's times have none."""
+    if not any(part.trace.on_gpu.any() for part in recording.parts):
+        raise InputError(f"{option}: no kernel of a GPU is in these traces", details=(HOW,))
+
+
 def _sizes(recording: Recording, questions: Questions) -> list[Resized]:
     """Of every rank; empty where nothing is asked about sizes."""
     if questions.hidden is None and questions.ffn is None and questions.tp is None:
         return []
+    named = next(name for name in ("hidden", "ffn", "tp") if getattr(questions, name) is not None)
+    _require_kernels(recording, f"--{named} {getattr(questions, named)}")
     plan = questions.plan
     sizes = []
     for part in recording.parts:

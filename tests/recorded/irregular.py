@@ -39,6 +39,9 @@ class Rank:
         return round(usual * self.draw.uniform(0.6, 1.7), 3)
 
     def launch(self, name: str, usual: float, stream: int = 7, thread: int = 1, **said: object) -> None:
+        if self.kind == "host":
+            self.host += self.length(usual)
+            return
         begin = self.host + self.length(3.0)
         gap = 0.0 if self.kind == "even" else 0.5
         start = round(max(self.free[stream], begin + 2.0 + self.length(1.5)) + gap, 3)
@@ -60,6 +63,8 @@ class Rank:
 
     def follow(self, stream: int, on: int) -> None:
         """A stream waits for what another has in front of it."""
+        if self.kind == "host":
+            return
         record = self.made.call("cudaEventRecord", self.host)
         self.made.wait(self.host + 3.0, stream, on, record)
         self.host += 6.0
@@ -67,6 +72,9 @@ class Rank:
 
     def reduced(self, elements: int) -> None:
         """A sum over both ranks beside the backward pass: it ends on both together."""
+        if self.kind == "host":
+            self.by_gloo()
+            return
         self.follow(20, 7)
         begin = self.host + self.length(3.0)
         start = round(max(self.free[20], begin + 4.0) + self.length(1.0), 3)
@@ -80,8 +88,18 @@ class Rank:
         self.made.kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", begin, start, end - start, 20, 2, **said)
         self.free[20], self.host, self.sums = end, begin + 5.0, self.sums + 1
 
+    def by_gloo(self) -> None:
+        """The same on a thread of its own, from when both have asked for it."""
+        self.made.operator("c10d::allreduce_", self.host, 5.0, 2)
+        start = round(self.host + 3.0, 3)
+        end = round(max(start, self.others.get(self.sums, 0.0)) + 60.0 + self.sums, 3)
+        self.others[self.sums] = max(self.others.get(self.sums, 0.0), start)
+        place = (100, 5 + self.sums % 2)
+        self.made.event("user_annotation", "gloo:all_reduce", place, start, round(end - start, 3))
+        self.free[20], self.host, self.sums = end, self.host + 8.0, self.sums + 1
+
     def forward(self) -> None:
-        if self.kind != "bare":
+        if self.kind not in ("bare", "host"):
             self.copied()
         dims = {"Input Dims": [[VOCAB, HIDDEN], [1, TOKENS]], "Input type": ["c10::BFloat16", "long int"]}
         self.operator("aten::embedding", {"gather": 12.0}, **dims)
@@ -175,8 +193,9 @@ class Rank:
         place = (100, 1)
         self.made.event("user_annotation", "Optimizer.step#AdamW.step", place, start - 1.0, self.host - start)
         until = max(max(self.free.values()), self.host + 9.0)
-        self.made.call("cudaDeviceSynchronize", self.host, round(until + 1.0 - self.host, 3))
-        self.host = until + 7.0
+        if self.kind != "host":
+            self.made.call("cudaDeviceSynchronize", self.host, round(until + 1.0 - self.host, 3))
+        self.host = round(until + 7.0, 3)
         if self.kind != "bare":
             self.made.step(number, begin, round(self.host - begin - 2.0, 3))
 
@@ -185,8 +204,8 @@ def job(pace: float = 1.0, kind: str = "") -> list[HandMade]:
     """Both ranks, with kernels of so many times their usual length: the GPU's pace, below a half the host's.
 
     `even`: everything takes a multiple of five and begins when what was before it ends; `odd`: steps end with
-    what is rarer; `bare`: one step that nothing marks, whose first event is an operator. The second rank is
-    drawn knowing when the first came to each sum, and then the first once more.
+    what is rarer; `host`: without a GPU, sums by gloo; `bare`: one step that nothing marks, whose first event
+    is an operator. The second rank is drawn knowing when the first came to each sum, then the first again.
     """
     others: dict[int, float] = {}
     for _ in range(2):

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from irregular import job
 
-from mist_megatron.ask.replay import Replayed, replay
+from mist_megatron.ask.replay import replay
+from mist_megatron.errors import MistError
 from mist_megatron.recorded.graph import Role
 
 FIGURES = Path(__file__).with_name("irregular.json")
@@ -29,7 +30,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "all in fives": {"kind": "even"},
     "what is rarer": {"kind": "odd", "pace": 0.6},
     "nothing is marked": {"kind": "bare", "pace": 0.5},
+    "no GPU": {"kind": "host"},
+    "a rank alone": {"pace": 0.7},
 }
+ON_GPU = [kind for kind in JOBS if kind != "no GPU"]
 MARKED = ("the first step", "the last step")
 """Questions about steps, which a recording without any cannot be asked."""
 QUESTIONS: dict[str, dict[str, Any]] = {
@@ -56,7 +60,8 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 
 def written(folder: Path, kind: str, stretch: float = 1.0, later: float = 0.0) -> list[Path]:
     paths = []
-    for number, made in enumerate(job(**JOBS[kind])):
+    ranks = job(**JOBS[kind])
+    for number, made in enumerate(ranks[:1] if kind == "a rank alone" else ranks):
         for event in made.events:
             event["ts"] = event["ts"] * stretch + later
             event["dur"] *= stretch
@@ -64,9 +69,15 @@ def written(folder: Path, kind: str, stretch: float = 1.0, later: float = 0.0) -
     return paths
 
 
-def figures(answer: Replayed) -> dict[str, Any]:
-    """What is told, and where all that was played lies: the sum of its times, and of each with its number."""
+def figures(paths: list[Path], question: dict[str, Any]) -> dict[str, Any]:
+    """What is told, and where all that was played lies: the sum of its times, and of each with its number; or
+    why nothing is."""
+    try:
+        answer = replay(paths, **question)
+    except MistError as error:
+        return {"refused": error.message.replace(f"{paths[0].parent}/", "")}
     told = answer.to_dict()
+    told["notes"] = [note.replace(f"{paths[0].parent}/", "") for note in told["notes"]]
     page = told["what_if"] or told["recorded"]
     kept = {key: told[key] for key in ("retimed", "links", "meetings", "clock_shifts_s", "notes")}
     played, nodes = answer.played, answer.recording.graph.nodes
@@ -119,13 +130,13 @@ ASKED = [
 
 @pytest.mark.parametrize(("kind", "question"), ASKED)
 def test_no_figure_moves(tmp_path: Path, kind: str, question: str) -> None:
-    told = figures(replay(written(tmp_path, kind), **QUESTIONS[question]))
+    told = figures(written(tmp_path, kind), QUESTIONS[question])
     wanted = json.loads(FIGURES.read_text("utf-8"))[f"{question}, {kind}"]
     moved = differences(told, wanted)
     assert not moved, moved[:5]
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("question", [{}, {"scale": "kernel=.*:1"}, {"layers": 3}, {"micro_batches": 2}])
 def test_what_asks_for_what_was_is_what_was(tmp_path: Path, kind: str, question: dict[str, Any]) -> None:
     """Every node when it was recorded."""
@@ -164,7 +175,7 @@ def test_a_recording_of_twice_the_time_takes_twice_as_long(tmp_path: Path, quest
         assert slow.window_s == pytest.approx(2.0 * quick.window_s, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("question", [{}, {"scale": "kernel=gemm:2"}])
 def test_a_timeline_that_is_written_says_what_was_told(
     tmp_path: Path, kind: str, question: dict[str, Any]
@@ -194,7 +205,7 @@ def main() -> None:
             question, paths = QUESTIONS[name], written(Path(folder), kind)
             told = [
                 float(f"{value:.7g}") if isinstance(value, float) else value
-                for _, value in leaves(figures(replay(paths, **question)))
+                for _, value in leaves(figures(paths, question))
             ]
             lines.append(f"{json.dumps(f'{name}, {kind}')}: {json.dumps(told, separators=(',', ':'))}")
     FIGURES.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from hand_made import HandMade
-from playing import recording_of
+from playing import recording_of, trace_of
 
 from mist_megatron.errors import InputError
 from mist_megatron.recorded.engine import play
@@ -21,6 +21,7 @@ from mist_megatron.recorded.what_if import Covered
 from mist_megatron.recorded.widths import _of_heads, _Seen, _sorted_out
 from mist_megatron.traces.collectives import Meeting, Member
 from mist_megatron.traces.columns import Shapes
+from mist_megatron.traces.nesting import link
 from mist_megatron.traces.sizes import ATTENTION, LARGEST, PRODUCTS, OperatorWork, is_count, work_of
 
 
@@ -28,6 +29,42 @@ def drawn(random_: random.Random, most: int) -> tuple[list[int], list[int]]:
     """Intervals in order of their begin: some touch, some lie in others, some are empty."""
     starts = sorted(random_.randint(0, most) for _ in range(random_.randint(1, 9)))
     return starts, [start + random_.choice((0, 1, 2, 3, 10)) for start in starts]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_encloses_what(seed: int) -> None:
+    """On two threads: the last that began before and ends later; of what begins together the longer."""
+    random_, made, calls = random.Random(seed), HandMade(), list[tuple[int, float, float]]()
+
+    def nest(thread: int, low: int, high: int, depth: int) -> None:
+        at = low
+        while at + 2 <= high and len(calls) < 40:
+            end = random_.randint(at + 2, high)
+            calls.append((thread, at, end))
+            made.operator(f"op{len(calls) - 1}", at, end - at, thread)
+            if depth < 3 and random_.random() < 0.7:
+                nest(thread, at + random_.randint(0, 1), end, depth + 1)
+            at = end + random_.choice((0, 0, 1, 4))
+
+    for thread in (1, 2):
+        nest(thread, 10, 60, 0)
+    trace = trace_of(made)
+    parent = link(trace).parent
+    number = {trace.name_of(event): event for event in range(len(trace))}
+    for one, (thread, low, high) in enumerate(calls):
+        around = [
+            (start, -end, -other)
+            for other, (of, start, end) in enumerate(calls)
+            if of == thread
+            and other != one
+            and start <= low
+            and high <= end
+            and (start, -end, other) < (low, -high, one)
+        ]
+        wanted = (
+            number[f"op{-max(around, key=lambda each: (each[0], each[1], -each[2]))[2]}"] if around else -1
+        )
+        assert parent[number[f"op{one}"]] == wanted
 
 
 @pytest.mark.parametrize("seed", range(30))
