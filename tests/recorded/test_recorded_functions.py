@@ -12,16 +12,20 @@ from hand_made import HandMade
 from playing import recording_of, trace_of
 
 from mist_megatron.errors import InputError
+from mist_megatron.recorded import repeats
+from mist_megatron.recorded.communicators import communicators
 from mist_megatron.recorded.engine import play
+from mist_megatron.recorded.gloo import stands
+from mist_megatron.recorded.graph import Role
 from mist_megatron.recorded.passes import StagePasses, _sides, _Work
 from mist_megatron.recorded.pipeline import Stage, rebuilt, shared_out
-from mist_megatron.recorded.repeats import _runs, repeated, sends_of
+from mist_megatron.recorded.repeats import Repeat, _runs, repeated, sends_of, windows_of
 from mist_megatron.recorded.usage import Window, _busy_per_ms, windows
-from mist_megatron.recorded.what_if import Covered
+from mist_megatron.recorded.what_if import Covered, _inside
 from mist_megatron.recorded.widths import _of_heads, _Seen, _sorted_out
 from mist_megatron.traces.collectives import Meeting, Member
 from mist_megatron.traces.columns import Shapes
-from mist_megatron.traces.nesting import link
+from mist_megatron.traces.nesting import gloo_calls, link
 from mist_megatron.traces.sizes import ATTENTION, LARGEST, PRODUCTS, OperatorWork, is_count, work_of
 
 
@@ -286,3 +290,107 @@ def test_exchanges_of_all_with_all_hand_nothing_on(operator: str | None, sends: 
     made.kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage)", 4, 60, 10)
     part = recording_of(made).parts[0]
     assert sends_of(part).any() == sends
+
+
+@pytest.mark.parametrize(
+    ("longer", "holds"), [(0.5, 2), (1.0, 2), (1.001, 1), (11.0, 1), (12.0, 0), (99.0, 0)]
+)
+def test_names_outlive_the_calls_that_began_them(longer: float, holds: int) -> None:
+    """A name that ends so many us behind the innermost call, the next of which ends 10 later, is held by the
+    first that ends no more than a microsecond before it, or by the outermost."""
+    made = HandMade()
+    for depth, end in enumerate((70.0, 60.0, 50.0)):
+        made.operator(f"op{depth}", 10.0 + depth, end - 10.0 - depth)
+    made.event("user_annotation", "gloo:send", (100, 1), 20, 30 + longer)
+    trace = trace_of(made)
+    number = {trace.name_of(event): event for event in range(len(trace))}
+    assert link(trace).parent[number["gloo:send"]] == number[f"op{holds}"]
+
+
+def test_what_the_first_event_encloses() -> None:
+    parent, named = np.array([-1, 0, 1, -1, 3]), np.array([True, False, False, False, False])
+    assert _inside(parent, named).tolist() == [False, True, True, False, False]
+    assert _inside(parent, ~named).tolist() == [False, False, True, False, True]
+
+
+def test_without_steps_all_of_it_is_one() -> None:
+    made = HandMade()
+    made.operator("a", 10, 5)
+    trace = trace_of(made)
+    (step,) = windows_of(trace)
+    assert (step.number, step.place, step.start_ns, step.end_ns) == (-1, -1, 0, int(trace.end_ns.max()) + 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "sends", "told"),
+    [
+        ((3, 6), True, 3),
+        ((3, 3), True, 3),
+        ((3, 3), False, 3),
+        ((3, 6), False, None),
+        ((4, 6), True, None),
+        ((), True, None),
+    ],
+)
+def test_passes_of_a_pipeline_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], sends: bool, told: int | None
+) -> None:
+    """Twice as many layers are two passes with a transfer between, where there are transfers."""
+    found = [(Repeat(0, count, ()),) for count in counts]
+    monkeypatch.setattr(repeats, "_passes", lambda part, step: found)
+    monkeypatch.setattr(repeats, "repeated", lambda repeat: repeat)
+    monkeypatch.setattr(repeats, "sends_of", lambda part: np.array([sends]))
+    part = cast(Any, SimpleNamespace(trace=SimpleNamespace(where="t")))
+    if told is None:
+        with pytest.raises(InputError, match=r"is not clear|no layers found"):
+            repeats.layer_repeats(part, cast(Any, None))
+    else:
+        assert repeats.layer_repeats(part, cast(Any, None))[1] == told
+
+
+def test_a_collective_belongs_to_the_window_that_it_begins_in() -> None:
+    """Three of 10 us, without partners: at the begin, inside, and with the end of what is told."""
+    made = HandMade()
+    for at in (100.0, 150.0, 200.0):
+        made.kernel("ncclDevKernel_AllReduce(x)", at - 50, at, 10)
+    recording = recording_of(made)
+    played = play(recording.graph)
+    begin = float(played.start_ns[recording.graph.nodes.role == Role.GPU].min())
+    (told,) = communicators(recording, played, (Window(0, begin, begin + 100e3, None),))
+    assert (told.calls, told.collective, told.group, told.matched) == (
+        2,
+        "ncclDevKernel_AllReduce",
+        "stream 7",
+        False,
+    )
+    assert (told.transfer_s, told.waited_s) == (pytest.approx(20e-6), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "returns", "waited"),
+    [
+        # Two sums asked for at 10 and 20, the thread does nothing from 30 until it returns.
+        ((80.0, 90.0), 95.0, [2]),
+        ((90.0, 80.0), 95.0, [2]),
+        ((25.0, 28.0), 95.0, []),  # both had ended before it stood still
+        ((80.0, 200.0), 95.0, [1]),  # it goes on before the second has ended: it waited for the first
+        ((80.0, 90.0), 49.0, []),
+    ],
+)
+def test_for_which_collectives_a_thread_stood_still(
+    ends: tuple[float, float], returns: float, waited: list[int]
+) -> None:
+    made = HandMade()
+    made.operator("before", 0, 30)
+    for number, end in enumerate(ends):
+        asked = 10.0 * (number + 1)
+        made.operator("c10d::allreduce_", asked, 2)
+        made.event("user_annotation", "gloo:all_reduce", (100, 5 + number), asked + 1, end - asked - 1)
+    made.operator("after", returns, 10)
+    trace = trace_of(made)
+    links = link(trace)
+    ran, _ = gloo_calls(trace)
+    told = stands(trace, links, ran)
+    assert [len(one.awaited) for one in told] == waited
+    for one in told:
+        assert (one.returned_ns - one.left_ns) == pytest.approx((returns - 30.0) * 1e3)
