@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from replicas import Replicas
+from replicas import local as _local
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -188,10 +190,6 @@ def moved(given: Tensors, move: Moves) -> Tensors:
     return given if move is None else tuple(_Moved.apply(x, *move) for x in given)
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 @dataclass(frozen=True)
 class Tie:
     """A weight that lies in several stages, or in two layouts in one."""
@@ -265,9 +263,10 @@ class Parallel:
             if strategy.tp > 1:
                 parallelize_module(module, meshes[strategy.layout]["tp"], tensor_plan(module))
         self._rejoin(shared)
-        self.replicas: dict[nn.Parameter, dist.ProcessGroup] = {}
+        groups: dict[nn.Parameter, dist.ProcessGroup] = {}
         for together in self._together(shared):
-            self._share_out([modules[place] for place in together], together[0], meshes)
+            groups |= self._share_out([modules[place] for place in together], together[0], meshes)
+        self.replicas = Replicas(groups, self.micro_batches)
         ties = [self._tie(where) for where in shared]
         self.ties = [tie for tie in ties if tie is not None]
         self.module = Stage([modules[place] for place in self.own], stages[self.index], moves)
@@ -367,7 +366,8 @@ class Parallel:
 
     def _share_out(
         self, modules: Sequence[nn.Module], place: int, meshes: dict[tuple[int, int, bool], DeviceMesh]
-    ) -> None:
+    ) -> dict[nn.Parameter, dist.ProcessGroup]:
+        """Over the replicas of these modules: shards; or else whom their gradients are summed with."""
         strategy = self.strategies[place]
         mesh = meshes[strategy.layout]["dp"]
         if strategy.sharded:
@@ -375,7 +375,8 @@ class Parallel:
             modules[0].set_gradient_divide_factor(1.0)
             modules[0].set_force_sum_reduction_for_comms(True)
         elif strategy.dp > 1:
-            self.replicas |= {one: mesh.get_group() for module in modules for one in module.parameters()}
+            return {one: mesh.get_group() for module in modules for one in module.parameters()}
+        return {}
 
     def _tie(self, where: Sequence[tuple[int, nn.Module, str]]) -> Tie | None:
         """All ranks make it; None where one stage has the weight once."""
@@ -445,6 +446,7 @@ class Parallel:
             for place, one in zip(takers, more, strict=True)
             if place in self.own
         }
+        self.replicas.begin()
         if self.stages == 1:
             for k, (first, end) in enumerate(zip(firsts, ends, strict=True)):
                 losses.append(
@@ -461,9 +463,7 @@ class Parallel:
             target = torch.cat(ends) if self.index == self.stages - 1 else None
             own = {name: torch.cat(parts) for name, parts in tokens.items()}
             schedule.step(*given, target=target, losses=losses, **own)
-        for parameter, group in self.replicas.items():
-            if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), group=group)
+        self.replicas.finish()
         for tie in self.ties:
             tie.add_up()
         total = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)

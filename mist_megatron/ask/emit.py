@@ -111,7 +111,8 @@ def launch_sources(*, probe: bool) -> LaunchSources:
     folder = data_folder("launch")
     templates = {path.name: read_text(path) for path in sorted((folder / "templates").glob("*.j2"))}
     entries = {
-        name: read_text(folder / name) for name in ("pretrain.py", "train_deepspeed.py", "parallelize.py")
+        name: read_text(folder / name)
+        for name in ("pretrain.py", "train_deepspeed.py", "parallelize.py", "replicas.py")
     }
     schema = partial(deepspeed_schema, probe=probe)
     return LaunchSources(templates=templates, entries=entries, deepspeed_schema=schema)

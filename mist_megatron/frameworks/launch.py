@@ -38,7 +38,8 @@ class LaunchSources:
     templates: Mapping[str, str]
     """File name -> text of launch/templates/."""
     entries: Mapping[str, str]
-    """pretrain.py, train_deepspeed.py and parallelize.py, copied beside what calls or steers them."""
+    """pretrain.py, train_deepspeed.py, parallelize.py and its replicas.py, copied beside what calls or steers
+    them."""
     deepspeed_schema: Callable[[], DeepSpeedSchema]
     """Keys that DeepSpeed knows; asked for by whoever writes its JSON, since the installed one takes long."""
 

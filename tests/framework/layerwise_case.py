@@ -107,7 +107,14 @@ def main(folder: str) -> None:
     optimizers = [
         torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, foreach=False) for one in (model, alone)
     ]
-    losses = []
+    losses, late, finish = list[tuple[float, float]](), list[int](), model.replicas.finish
+
+    def counted() -> None:
+        """What no backward pass has sent."""
+        late.append(len(model.replicas.messages) - model.replicas.next)
+        finish()
+
+    model.replicas.finish = counted
     for step in range(3):
         torch.manual_seed(10 + step)
         given = samples_of(spec, batch, seq_len)
@@ -122,6 +129,7 @@ def main(folder: str) -> None:
             furthest = max(furthest, float((full - one).detach().abs().max()))
             still &= own.requires_grad or own.grad is None
     told = {"plan": Path(folder).name, "losses": losses, "furthest": furthest, "still": still}
+    told |= {"late": sum(late), "steps": len(late), "messages": len(model.replicas.messages)}
     print(json.dumps(told), flush=True)
 
 

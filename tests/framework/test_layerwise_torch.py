@@ -139,7 +139,12 @@ def test_three_steps_as_the_model_in_one_piece_and_what_they_keep(tmp_path: Path
     plans |= {f"exact {name}": plan_for(name, stages) for name, stages in EXACT.items()}
     plans |= {f"kept {name}": plan_for(name, stages, SEQ) for name, stages in KEPT.items()}
     plans = {name.replace(" ", "-"): plan for name, plan in plans.items()}
-    for rank in told_by(plans, tmp_path):
+    told = told_by(plans, tmp_path)
+    trained = [rank for rank in told if not rank["plan"].startswith("kept")]
+    # All sums of replicas are under way when a step's last backward pass ends, pipelined or not.
+    assert all(rank["steps"] == 3 and rank["late"] == 0 for rank in trained), trained
+    assert any(rank["messages"] > 0 and len(plans[rank["plan"]].stages) > 1 for rank in trained)
+    for rank in told:
         if rank["plan"].startswith("exact"):
             assert rank["furthest"] == 0.0, rank
             assert all(parallel == alone for parallel, alone in rank["losses"]), rank

@@ -1,4 +1,4 @@
-"""Plan -> what launch/parallelize.py reads, beside that file: path -> text, pure."""
+"""Plan -> what launch/parallelize.py reads, beside that file and its replicas.py: path -> text, pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "README.md": _readme(plan),
         "plan.yaml": plan_to_yaml(plan),
         "strategies.json": strategies_text(plan),
-        "parallelize.py": sources.entries["parallelize.py"],
+        **{name: sources.entries[name] for name in ("parallelize.py", "replicas.py")},
     }
 
 
@@ -113,11 +113,11 @@ def _readme(plan: Plan) -> str:
             "",
             *runs,
             "",
-            "`parallelize.py` applies `strategies.json` to the layers of your model (FSDP2, DTensor,",
-            "activation checkpoints, torch's pipelining; written against torch 2.13): its first lines say",
-            "how your training script calls it. Numbers are what your modules have: for bf16, build them so",
-            "or run them under autocast. What was predicted has embedding and output layer split over",
-            "tensor-parallel ranks, which they are where your `tensor_plan` says so.",
+            "`parallelize.py` (with `replicas.py` beside it) applies `strategies.json` to the layers of your",
+            "model (FSDP2, DTensor, activation checkpoints, torch's pipelining; written against torch 2.13):",
+            "its first lines say how your training script calls it. Numbers are what your modules have: for",
+            "bf16, build them so or run them under autocast. What was predicted has embedding and output",
+            "layer split over tensor-parallel ranks, which they are where your `tensor_plan` says so.",
             "",
             f"    torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} your_script.py",
             "",
