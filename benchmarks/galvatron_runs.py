@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mist_megatron.ask.evaluators import evaluator_for, kept_programs
+from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.formats.files import load_model
 from mist_megatron.price.datasheet import PCIE_INTRA_FRACTION, datasheet_profile
@@ -115,12 +116,26 @@ def titan_profile() -> Profile:
     )
 
 
+def measured_in_halves(profile: Profile) -> Profile:
+    """What was measured of collectives, with bytes counted by halves."""
+    halves = (
+        replace(
+            curve,
+            bytes_per_s=0.5 * curve.bytes_per_s,
+            steps=curve.steps and tuple((0.5 * size, longer) for size, longer in curve.steps),
+        )
+        for curve in profile.collectives or ()
+    )
+    return replace(profile, collectives=tuple(halves))
+
+
 def priced(job: Job) -> StageEvaluator:
-    """The evaluator of a job; RTX TITANs compute in 32 bits."""
-    if job.cluster.gpu.name != TITAN:
+    """The evaluator of a job; GPUs that are `halved` compute in 32 bits."""
+    if job.cluster.gpu.name not in FLOPS_32_BITS:
         return evaluator_for(job)[0]
-    prices = prices_of(titan_profile(), job.cluster, job.training.precision)
-    return make_evaluator(job, prices, cache=kept_programs())
+    measured = profile_of(job.cluster)
+    profile = titan_profile() if measured is None else measured_in_halves(measured)
+    return make_evaluator(job, prices_of(profile, job.cluster, job.training.precision), cache=kept_programs())
 
 
 def cluster(name: str, gpus: int, gib: float | None) -> ClusterSpec:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from galvatron_bmw import TABLE_1, directions, gpipe, in_order
 from galvatron_runs import ALL_REDUCE_BYTES_PER_S, GPIPE_MICRO_BATCHES, LAYER_S, TITAN, cluster, evaluator_of
 
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.validate import spearman
 from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.compile import compile_expressions
@@ -14,6 +17,8 @@ from mist_megatron.cost.kinds import size_values
 from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.price.prices import Collective
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.strategies import LayerRun
 
@@ -91,6 +96,18 @@ def test_an_all_reduce_takes_what_the_papers_code_has() -> None:
     whole = Collective(kind="all_reduce", moved_bytes=128 * 2.0**20 * one, ranks=8 * one, nodes=one)
     told_s = 2 * 7 / 8 * 256 * 2.0**20 / ALL_REDUCE_BYTES_PER_S
     assert float(prices.of(whole).seconds) == pytest.approx(told_s, rel=0.01)
+
+
+def test_measured_collectives_are_counted_by_halves() -> None:
+    """The profile of A100-40 has them in whole bytes: half the bytes take as long as those."""
+    evaluator = evaluator_of("bert-huge-32", cluster("a100-sxm-40gb", 16, None), 16)
+    measured = evaluator_for(replace(evaluator.job, cluster=cluster_of(gpu("a100-sxm-40gb"), 16)))[0]
+    ranks, nodes = np.asarray(16.0), np.asarray(2.0)
+    took_s = [
+        float(prices.of(Collective("all_reduce", np.asarray(size), ranks, nodes)).seconds)
+        for prices, size in ((evaluator.prices, 2.0**27), (measured.prices, 2.0**28))
+    ]
+    assert took_s[0] == pytest.approx(took_s[1], rel=1e-6)
 
 
 def test_gpipe_of_the_paper_has_few_micro_batches() -> None:
