@@ -90,7 +90,8 @@ def least_gpu_s_of(job: Job, space: Space, settings: Settings) -> float:
     ways: dict[object, Way] = {}
     for choice in execution_choices(job, space, settings.limits):
         said = choice.job.execution
-        same = said.context_parallel, said.context_exchange, said.context_inner
+        # Levels that the limits ask for may be Megatron-FSDP's alone.
+        same = said.context_parallel, said.context_exchange, said.context_inner, said.megatron_fsdp
         if same not in ways:
             ways[same] = Way(evaluator=evaluator_for(choice.job).evaluator, limits=choice.limits)
     asked = zip(*questions_of(list(ways.values()), space, settings.step, settings.solver), strict=True)

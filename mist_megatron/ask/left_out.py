@@ -164,6 +164,13 @@ def _sharded(tuned: Proved) -> str:
     return ""
 
 
+def _outer(tuned: Proved) -> str:
+    searched = tuned.space.optimizer_instances and tuned.space.megatron_fsdp and tuned.job.cluster.nodes > 1
+    able = searched and "outer_sharding" in TARGETS[tuned.job.target].capability.switches
+    asked = tuned.settings.limits.fixed.get("outer_sharding") or _routed(tuned)
+    return "no optimizer states over sub-groups of Megatron-FSDP" if able and not asked else ""
+
+
 LEFT_OUT = (
     LeftOut(told="plans that are faster by less than a millionth", words=lambda tuned: "to a millionth"),
     LeftOut(told="idle GPUs that are no whole nodes, but for parts of the only one", words=_gpus),
@@ -178,6 +185,12 @@ LEFT_OUT = (
         told="other widths of gradients and optimizer states than the usual ones, which train with other "
         "numbers, and sub-groups of replicas with all optimizer states but the largest on as many nodes",
         words=_states,
+    ),
+    LeftOut(
+        keys=("outer_sharding",),
+        told="optimizer states over all sub-groups of Megatron-FSDP (`--outer-dp-sharding-strategy optim`), "
+        "unless `--fix outer_sharding=1` asks for it",
+        words=_outer,
     ),
     LeftOut(
         keys=("offload_modules",),

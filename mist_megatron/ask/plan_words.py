@@ -76,7 +76,11 @@ def shape_words(plan: Plan) -> str:
     words += ["tensor-parallel overlap"] * bool(plan.execution.tp_comm_overlap)
     words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
     instances = plan.execution.instances
-    words += [f"optimizer states in each of {instances} sub-groups of replicas"] * (instances > 1)
+    if instances > 1:
+        # Levels above 1 are Megatron-FSDP's.
+        whole = "what is sharded" if stages[0].zero > 1 else "optimizer states"
+        but = " (optimizer states over all of them)" * bool(plan.execution.outer_sharding)
+        words += [f"{whole} in each of {instances} sub-groups of replicas{but}"]
     return ", ".join(words)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mist_megatron.cost.last_reductions import counted_apart
 from mist_megatron.cost.phases import Between, Phase, departure_s, turned_round_s
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
@@ -50,7 +51,7 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
         forward_s=there(layer.forward, head.forward),
         backward_s=back(layer.backward, head.backward),
         first_s=there(layer.first, head.first),
-        last_s=back(layer.last, head.last),
+        last_s=back(counted_apart(layer), counted_apart(head)),
     )
 
 
@@ -77,14 +78,15 @@ def embedding_waits(
         (ZERO, left.reduce_s + embedding.forward.gather_s, embedding.forward.copy_in_s, left.copy_out_s),
         factors,
     )
-    ended_s = departure_s(embedding.last, factors) - departure_s(layer.last, factors)
+    last, own_last = counted_apart(layer), counted_apart(embedding)
+    ended_s = departure_s(own_last, factors) - departure_s(last, factors)
     # Where nothing is gathered, it computes beside what it has sent off before, and its neighbour waits.
     beside_s = np.where(embedding.forward.gather_s > 0.0, 0.0, embedding.forward.compute_s)
     return EdgeWaits(
         forward_s=np.maximum(both - host_s - beside_s, 0.0),
         backward_s=back(layer.backward, embedding.backward),
         first_s=_arrival_s(embedding.first, host_s, factors),
-        last_s=back(layer.last, embedding.last) + ended_s,
+        last_s=back(last, own_last) + ended_s,
     )
 
 

@@ -1,9 +1,12 @@
-"""What reductions of ZeRO 0 and 1 add to the last backward pass of an iteration.
+"""What reductions of ZeRO 0 and 1 add to the last backward pass of an iteration, and sub-groups of replicas
+that join what each of them reduces in every pass.
 
 A layer's gradients leave when its backward pass has ended, beside the layer that comes next: those of a head
 beside the stage's last layer, those of its first layer beside the embedding, and those of the embedding
 beside nothing. They go over one communicator, one after the other, and hold nothing up. What the head's take
 longer than the layer beside them hides behind whatever the following layers leave of their time.
+
+What follows reductions of every pass comes beside these, and holds up what they do.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
@@ -33,16 +37,19 @@ def last_reductions(work: StageWork) -> Linear:
     if not any(np.any(seconds) for seconds in (*edges, *blocks)):
         return Linear()
 
-    def beside_s(compute_s: Array, reduce_s: Array) -> Array:
-        return overlapped_time((compute_s, reduce_s, ZERO, ZERO), factors) - compute_s
+    def beside_s(compute_s: Array, reduce_s: Array, usual_s: Array = ZERO) -> Array:
+        alone_s = overlapped_time((compute_s, usual_s, ZERO, ZERO), factors) if np.any(usual_s) else compute_s
+        return overlapped_time((compute_s, usual_s + reduce_s, ZERO, ZERO), factors) - alone_s
 
     added, spare_s = Linear(), ZERO
     for place, (block, reduce_s) in enumerate(zip(work.blocks, blocks, strict=True)):
-        kept_s, whole_s = (beside_s(_compute_s(one), reduce_s) for one in (block.kept, block.recomputed))
+        kept_s, whole_s = (
+            beside_s(_compute_s(one), reduce_s, _usual_s(one, one)) for one in (block.kept, block.recomputed)
+        )
         added = added + of_kind(place, kept_s, whole_s - kept_s)
         own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
         left_s = np.maximum(_at_end_s(work, place) - own_s, 0.0)
-        spare_s = spare_s + grid.by_kind[place].layers * left_s
+        spare_s = spare_s + grid.by_kind[place].layers * np.where(_joins(block.kept), 0.0, left_s)
     for place in range(len(blocks) - 1) if work.resharding_s else ():
         # Runs of layers are behind each other: those of the first of a run leave beside another run.
         compute_s = _at_end_s(work, place)
@@ -50,9 +57,12 @@ def last_reductions(work: StageWork) -> Linear:
         added = added + Linear(more_s)
     first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
     if last >= 0:
-        compute_s = _at_end_s(work, last)
-        added = added + Linear(beside_s(compute_s, edges[0]) - beside_s(compute_s, blocks[last]))
-        held_s = work.blocks[last].kept.backward.reduce_s
+        compute_s, kept = _at_end_s(work, last), work.blocks[last].kept
+        before_s, behind_s = _usual_s(kept, kept), _usual_s(kept, work.head)
+        added = added + Linear(
+            beside_s(compute_s, edges[0], behind_s) - beside_s(compute_s, blocks[last], before_s)
+        )
+        held_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
         if np.any(edges[0]) and np.any(held_s):
             waits_s = _behind_head_s(work, last, edges[0], held_s) - beside_s(compute_s, edges[0])
             both = (held_s > 0.0) & (edges[0] > 0.0)
@@ -64,9 +74,10 @@ def last_reductions(work: StageWork) -> Linear:
             slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
             added = added + Linear(-hidden_s * (1.0 - slow * (1.0 - 1.0 / slow_compute)))
     if first >= 0:
-        beside = ZERO if work.embedding is None else _compute_s(work.embedding)
-        added = added + Linear(beside_s(beside, blocks[first]) + edges[1])
-        leaves_s = work.blocks[first].kept.backward.reduce_s
+        beside, kept = ZERO if work.embedding is None else _compute_s(work.embedding), work.blocks[first].kept
+        usual_s = np.where(_joins(kept), kept.backward.reduce_s, 0.0)
+        added = added + Linear(beside_s(beside, blocks[first], usual_s) + edges[1])
+        leaves_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
         if np.any(beside) and np.any(edges[1]) and np.any(leaves_s):
             # Counted as leaving when nothing else runs.
             added = added + Linear(np.where(edges[1] > 0.0, beside_s(beside, leaves_s) - leaves_s, 0.0))
@@ -87,6 +98,17 @@ def _reduced_s(layer: LayerWork | None) -> Array:
     if layer is None or layer.last is layer.backward:
         return ZERO
     return layer.last.reduce_s - layer.backward.reduce_s
+
+
+def _joins(layer: LayerWork) -> NDArray[np.bool_]:
+    """Whether more follows what is reduced in every pass."""
+    return np.asarray((_reduced_s(layer) > 0.0) & (layer.backward.reduce_s > 0.0))
+
+
+def _usual_s(layer: LayerWork, behind: LayerWork | None) -> Array:
+    """Beside such a layer: weights of the one before it, gradients of the one behind it."""
+    leaving_s = ZERO if behind is None else behind.backward.reduce_s
+    return np.where(_joins(layer), layer.last.gather_s + leaving_s, 0.0)
 
 
 def _compute_s(layer: LayerWork) -> Array:

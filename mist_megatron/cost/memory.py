@@ -152,7 +152,9 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
         # Beside the bucket that the engine keeps, its reduction takes another one.
         peaks["reduction"] = held + HALF * number(int(facts.bucket_elements))
     if facts.step.scratch:
-        own = _elements(model, options, role) / _sharded(Z1, DP * CP) * (1 - OFFLOAD.optimizer)
+        instances, together = _instances(facts)
+        sharing = DP * CP / instances * together
+        own = _elements(model, options, role) / _sharded(Z1, sharing) * (1 - OFFLOAD.optimizer)
         # Not where the gradients to step with are kept throughout: `held` has them.
         made = 1 - _any(OFFLOAD.optimizer) if facts.step.kept_gradient else ONE
         # Levels 1 and 2 give their buckets back when all gradients are reduced; level 3 keeps its one.
@@ -275,6 +277,12 @@ def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     return inner + first + last
 
 
+def _instances(facts: MemoryFacts) -> tuple[Expr, Expr]:
+    """Sub-groups of the replicas, and how many of them share out one set of optimizer states."""
+    instances = INSTANCES if facts.instances else ONE
+    return instances, instances if facts.joint_states else ONE
+
+
 def _sharded(switch: Expr, ranks: Expr) -> Expr:
     """Divisor of what is split over ranks when the switch is 1."""
     return 1 + switch * (ranks - 1)
@@ -288,8 +296,7 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     first, last = edge_parameters(model, options, role)
     still_edges = sum(edge_weights(model, options, role), start=ZERO) - first - last if still else ZERO
     first = first + shared_table(model, options, role)
-    # Levels above 1 know no sub-groups.
-    instances = INSTANCES if facts.instances else ONE
+    instances, together = _instances(facts)
     ranks = DP * CP / instances
     follow = facts.edges_follow
     grad, optimizer = facts.grad_bytes, facts.optimizer_bytes
@@ -301,14 +308,15 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     copies = TP * CP * DP / (EP * ETP) / instances
     inner, last = inner - of_layers, last - of_head
 
-    def term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
-        return dense_term(size, switch, offloaded, edge_switch) + size * experts / _sharded(switch, copies)
+    def term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr, times: Expr = ONE) -> Expr:
+        of_experts = size * experts / _sharded(switch, copies * times)
+        return dense_term(size, switch, offloaded, edge_switch, ranks * times) + of_experts
 
-    def dense_term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr) -> Expr:
+    def dense_term(size: int, switch: Expr, offloaded: Expr, edge_switch: Expr, among: Expr) -> Expr:
         if follow:
-            return size * (inner + first + last) / _sharded(switch, ranks) * (1 - offloaded)
-        edges = (first + last) / _sharded(edge_switch, ranks)
-        return size * (inner / _sharded(switch, ranks) * (1 - offloaded) + edges)
+            return size * (inner + first + last) / _sharded(switch, among) * (1 - offloaded)
+        edges = (first + last) / _sharded(edge_switch, among)
+        return size * (inner / _sharded(switch, among) * (1 - offloaded) + edges)
 
     frozen_bytes = HALF * (still + still_edges) / _sharded(Z3, ranks)
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
@@ -317,7 +325,7 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     states = {
         "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
-        "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE),
+        "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE, together),
         "buffers": buffers,
         # Traffic beside products is for sequence parallelism alone.
         "framework": number(int(facts.framework_bytes)) + facts.overlap_buffers * SP * GATHERED,

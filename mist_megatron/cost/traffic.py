@@ -41,7 +41,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     weights = context.weight_bytes * count
     weight_shard = weights / np.where(zero >= 3, dp, 1.0)
     grad_shard = context.grad_bytes * count / np.where(zero >= 2, dp, 1.0)
-    step_share = count / np.where(zero >= 1, replicas(grid, context, Group.SHARDS), 1.0)
+    step_share = count / np.where(zero >= 1, replicas(grid, context, owners(context)), 1.0)
     weights_out = grid.offload.weights * weight_shard
     grads_out = grid.offload.grads * grad_shard
     states_out = grid.offload.optimizer * context.optimizer_bytes * step_share
@@ -226,10 +226,16 @@ def _nodes(mesh: Mesh[Array], grid: StageGrid, group: Group) -> Array:
 
 def shares(count: Array, experts: Array, grid: StageGrid, context: TimeContext) -> Array:
     """Of so many parameters, some of them experts', those that a rank updates."""
-    share = (count - experts) / np.where(grid.zero >= 1, replicas(grid, context, Group.SHARDS), 1.0)
+    among = owners(context), owners(context, Group.EXPERT_DATA)
+    share = (count - experts) / np.where(grid.zero >= 1, replicas(grid, context, among[0]), 1.0)
     if np.any(experts):
-        share = share + experts / np.where(grid.zero >= 1, replicas(grid, context, Group.EXPERT_SHARDS), 1.0)
+        share = share + experts / np.where(grid.zero >= 1, replicas(grid, context, among[1]), 1.0)
     return np.asarray(share)
+
+
+def owners(context: TimeContext, group: Group = Group.DATA) -> Group:
+    """Of ranks with the same weights, those that share out one set of their optimizer states."""
+    return group if context.facts.instances.joint_states else SUB_GROUP[group]
 
 
 SUB_GROUP: Mapping[Group, Group] = MappingProxyType({whole: part for part, whole in WHOLE.items()})
@@ -237,14 +243,38 @@ SUB_GROUP: Mapping[Group, Group] = MappingProxyType({whole: part for part, whole
 
 
 def scattered(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
-    """Gradients of a message, reduced among the ranks that share out optimizer states, then each rank's part
-    over the sub-groups, one after the other (start_grad_sync of Megatron-core's param_and_grad_buffer.py)."""
+    """Gradients of a message, reduced among the ranks that share out optimizer states, then, where that is
+    once a step, each rank's part over the sub-groups, one after the other (start_grad_sync of Megatron-core's
+    param_and_grad_buffer.py)."""
     part = SUB_GROUP[group]
     seconds = collective("reduce_scatter", message, grid, context, part)
     if np.any(grid.instances > 1.0):
-        own = message / replicas(grid, context, part)
-        seconds = seconds + collective("all_reduce", own, grid, context, Group.INSTANCES)
+        own = message if context.facts.instances.joins_whole else message / replicas(grid, context, part)
+        joined_s = collective("all_reduce", own, grid, context, Group.INSTANCES)
+        seconds = seconds + np.where(grid.zero <= 1.0, joined_s, 0.0)
     return seconds
+
+
+def joined_s(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Array, Array]:
+    """What sub-groups of replicas send each other of a layer whose gradients each of them reduces in every
+    micro-batch: weights that are gathered before the first, gradients that are reduced behind the last
+    (_bucket_group_gradient_reduce and all_gather_params of Megatron-FSDP's param_and_grad_buffer.py)."""
+    if not (np.any(grid.instances > 1.0) and np.any(grid.zero >= 2.0)):
+        return ZERO, ZERO
+    joint = context.facts.instances.joint_states
+    kind: CollectiveKind = "reduce_scatter" if joint else "all_reduce"
+    gather: Array = ZERO
+    reduce: Array = ZERO
+    experts, every = load.expert_parameters, grid.zero >= 2.0
+    parts = ((load.parameters - experts, Group.DATA), (experts, Group.EXPERT_DATA))
+    for count, group in parts if np.any(experts) else parts[:1]:
+        own = count / replicas(grid, context, SUB_GROUP[group])
+        reduced_s = collective(kind, context.grad_bytes * own, grid, context, Group.INSTANCES)
+        reduce = reduce + np.where(every, reduced_s, 0.0)
+        if joint:
+            gathered_s = collective("all_gather", context.weight_bytes * own, grid, context, Group.INSTANCES)
+            gather = gather + np.where(every, gathered_s, 0.0)
+    return gather, reduce
 
 
 def scattered_buckets(

@@ -34,6 +34,7 @@ from mist_megatron.cost.traffic import (
     exposed_beside_products,
     gathers_on_arrival,
     host_copy,
+    joined_s,
     layer_traffic,
     reduces_in_passes,
     replicas,
@@ -180,7 +181,7 @@ def layer_work(
     """One kind of layer; `again` is the compute and the collectives that its backward pass does again, and
     `moved_bytes` what of its activations goes to host memory and back."""
     traffic, around = layer_traffic(grid, load, context), shard_passes_s(load.parameters, grid, context)
-    shared = _data_parallel(grid, traffic, context.facts)
+    shared = _data_parallel(grid, traffic, joined_s(load, grid, context), context.facts)
     gathers = 1.0 + _gathers_again(load, context.facts, again[0]) if load.passes_back else ZERO
     saved_out, saved_in = (host_copy(moved_bytes, way, context) for way in ("d2h", "h2d"))
     backward_s = load.backward_s + again[0]
@@ -216,8 +217,7 @@ def layer_work(
         copy_in_s=traffic.step_in_s if context.facts.step.in_first_forward else traffic.weights_in_s,
         copy_out_s=saved_out + traffic.step_out_s,
     )
-    reduced_s = shared.reduce_s + shared.last_reduce_s
-    last = replace(backward, reduce_s=reduced_s) if np.any(shared.last_reduce_s) else backward
+    last = _last_pass(backward, shared, load)
     if context.facts.host_copies.states_visit and np.any(grid.offload.grads):
         # One micro-batch of a step finds gradients that are zero, for which nothing comes in: the first, but
         # an iteration is as long if it is the last.
@@ -233,6 +233,17 @@ def layer_work(
         first=first,
         last=last,
     )
+
+
+def _last_pass(backward: PassWork, shared: _DataParallel, load: LayerLoad) -> PassWork:
+    """The last backward pass of an iteration; what sub-groups of replicas gather before the first is counted
+    there, as an iteration is as long if it is the last."""
+    if np.any(shared.outer_gather_s) and load.passes_back:
+        gather_s = backward.gather_s + shared.outer_gather_s
+        return replace(backward, gather_s=gather_s, reduce_s=shared.reduce_s + shared.last_reduce_s)
+    if not np.any(shared.last_reduce_s):
+        return backward
+    return replace(backward, reduce_s=shared.reduce_s + shared.last_reduce_s)
 
 
 def _stopping(
@@ -268,13 +279,18 @@ class _DataParallel:
     """Gradients of ZeRO 2 and 3, in every backward pass."""
     blocking_reduce_s: Array
     first_gather_s: Array
-    """Updated weights of ZeRO 1 and 2, in the first forward pass."""
+    """Updated weights of ZeRO 1 and 2, in the first forward pass; of ZeRO 3 a rank's part of them."""
     first_blocking_gather_s: Array
     last_reduce_s: Array
-    """Gradients of ZeRO 0 and 1, in the last backward pass."""
+    """Gradients of ZeRO 0 and 1, in the last backward pass; of ZeRO 2 and 3 a rank's part of them."""
+    outer_gather_s: Array
+    """Of `first_gather_s` what comes for the first backward pass once more."""
 
 
-def _data_parallel(grid: StageGrid, traffic: Traffic, facts: TrafficFacts) -> _DataParallel:
+def _data_parallel(
+    grid: StageGrid, traffic: Traffic, joined: tuple[Array, Array], facts: TrafficFacts
+) -> _DataParallel:
+    """`joined` is what sub-groups of replicas gather and reduce among each other, once a step."""
     zero = grid.zero
     gather3 = np.where(zero >= 3, traffic.gather_s, 0.0)
     reduce2 = np.where(zero == 2, traffic.reduce_s, 0.0)
@@ -290,9 +306,10 @@ def _data_parallel(grid: StageGrid, traffic: Traffic, facts: TrafficFacts) -> _D
         blocking_gather_s=gather3 - gather_beside,
         reduce_s=reduce_beside,
         blocking_reduce_s=reduce2 + reduce3 - reduce_beside,
-        first_gather_s=gather1 - gather_before,
+        first_gather_s=gather1 - gather_before + joined[0],
         first_blocking_gather_s=gather_before,
-        last_reduce_s=reduce1,
+        last_reduce_s=reduce1 + joined[1],
+        outer_gather_s=joined[0],
     )
 
 

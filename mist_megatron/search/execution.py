@@ -64,7 +64,7 @@ class ExecutionChoice:
             return False
         if self.job.execution.megatron_fsdp and self.job.model.routed is not None:
             ranks = shape.dp * shape.cp
-            copies = shape.tp * ranks // (shape.ep * shape.etp)
+            copies = shape.tp * ranks // (shape.ep * shape.etp) // shape.instances[0]
             if weighs_unevenly(max(shape.zero), shape.grad_accum, ranks, copies):
                 return False
         if self.paired is not None and self.paired != _pairs(shape):
@@ -322,6 +322,9 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         asked = any(limits.fixed.get(name) for name in EXPERT_SWITCHES if name in FSDP_EXCLUDES)
         if not able or asked or {"megatron_fsdp", "overlap_param_gather"} & limits.forbidden:
             return False
+    # Megatron clips by a norm of gradients there that is not theirs.
+    if execution.outer_sharding and not said.outer_sharding and not limits.fixed.get("outer_sharding"):
+        return False
     for name in OVERLAPS:
         if not limits.allows(name, int(bool(getattr(execution, name)))):
             return False

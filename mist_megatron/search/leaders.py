@@ -73,7 +73,8 @@ class Leaders:
 
 def _alike(execution: Execution) -> object:
     shared, sharded = execution.shared_expert_overlap, execution.megatron_fsdp
-    return execution.context_parallel, execution.dispatcher, execution.ep, execution.etp, shared, sharded
+    spread = execution.context_parallel, execution.dispatcher, execution.ep, execution.etp
+    return *spread, shared, sharded, execution.outer_sharding
 
 
 def _sizes(limits: Limits) -> object:

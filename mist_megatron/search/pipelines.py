@@ -239,17 +239,24 @@ def optimizer_instances(job: Job, space: Space, limits: Limits, shape: EqualPipe
     lie on fewer nodes than all replicas do, of as many nodes the largest: smaller ones hold more and send
     more over the same links. Of as many as there are replicas nothing is shared out, which is level 0 where
     nothing else asks for level 1. Of models with experts, and on nodes of several kinds, only what is asked
-    for is searched."""
-    ranks, sharded = shape.dp * shape.cp, shape.zero == (1,)
+    for is searched. Levels above 1 are those of Megatron-FSDP."""
+    ranks, level = shape.dp * shape.cp, max(shape.zero)
+    sharded = shape.zero == (1,) or (level > 1 and bool(job.execution.megatron_fsdp))
+    joint = bool(job.execution.outer_sharding)
     asked = limits.fixed.get("instances", job.execution.optimizer_instances)
     if asked is not None:
         able = asked == 1 or (sharded and ranks % asked == 0)
-        return (asked,) if able and limits.allows("instances", asked) else ()
-    if not (space.optimizer_instances and sharded) or space.per_stage or job.model.routed is not None:
-        return (1,)
-    sizes = (1,) if job.cluster.groups else _on_fewer_nodes(ranks, shape.tp, job.cluster.linked_gpus)
-    if 0 in space.zero and space.offload.optimizer == "none":
+        sizes: tuple[int, ...] = (asked,) if able else ()
+    elif not (space.optimizer_instances and sharded) or space.per_stage or job.model.routed is not None:
+        sizes = (1,)
+    else:
+        sizes = (1,) if job.cluster.groups else _on_fewer_nodes(ranks, shape.tp, job.cluster.linked_gpus)
+        if 0 in space.zero and space.offload.optimizer == "none":
+            sizes = tuple(size for size in sizes if size < max(ranks, 2))
+    if level > 1:
         sizes = tuple(size for size in sizes if size < max(ranks, 2))
+    if joint:
+        sizes = tuple(size for size in sizes if size > 1 and level == 3)
     return tuple(size for size in sizes if limits.allows("instances", size))
 
 

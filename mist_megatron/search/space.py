@@ -362,7 +362,7 @@ LIMIT_KEYS = (
 )
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures."""
-OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp")
+OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp", "outer_sharding")
 """Switches of how a job is executed."""
 SAID = ("fused_cross_entropy", "delayed_weight_grad")
 """Switches that are as the target does, unless --fix says otherwise."""

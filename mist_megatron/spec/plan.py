@@ -181,8 +181,9 @@ class Execution:
     optimizer_bytes: int | None = None
     """Bytes per parameter of master weight and moments: 12, or less with --use-precision-aware-optimizer."""
     optimizer_instances: int | None = None
-    """Sub-groups of the replicas, each of which shards all optimizer states among its own ranks
-    (--num-distributed-optimizer-instances); null for 1, all replicas together."""
+    """Sub-groups of replicas that shard states each (--num-distributed-optimizer-instances); null for 1."""
+    outer_sharding: bool | None = None
+    """Optimizer states over all of these (Megatron-FSDP's --outer-dp-sharding-strategy optim)."""
 
     @property
     def ep(self) -> int:
@@ -487,8 +488,7 @@ def _check_expert_stage(where: str, stage: StagePlan, plan: Plan) -> None:
 
 def _check_mesh(where: str, stage: StagePlan, plan: Plan) -> None:
     """A stage lies on nodes that the cluster has; without a map, ranks are numbered node by node."""
-    cluster = plan.cluster
-    shape = f"{cluster.nodes} x {cluster.gpus_per_node}"
+    cluster, shape = plan.cluster, f"{plan.cluster.nodes} x {plan.cluster.gpus_per_node}"
     for key in ("nodes", "gpus_per_node"):
         got, most = getattr(stage, key), getattr(cluster, key)
         if got > most:

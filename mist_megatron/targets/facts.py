@@ -162,6 +162,8 @@ class MemoryFacts:
     """fp32 master weight and two Adam moments."""
     instances: bool = False
     """Sub-groups of replicas may hold all optimizer states each."""
+    joint_states: bool = False
+    """Which then share these out among each other, not what else each of them shards."""
     recomputes_first_layers: bool = True
     """Megatron's block method recomputes a stage's first layers; Mist its last, whose recomputation then
     meets all kept activations."""
@@ -250,6 +252,17 @@ class ShardPasses:
     """Of the whole: gradients laid side by side, cast and divided."""
     after_reduction: float = 0.0
     """Of a rank's shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceFacts:
+    """What sub-groups of replicas with all optimizer states send each other, once a step."""
+
+    joins_whole: bool = False
+    """At ZeRO 1 whole gradients are reduced over them; else the part that a rank updates."""
+    joint_states: bool = False
+    """They share out optimizer states: gradients are scattered over them, and a rank's part of the weights is
+    gathered from them, for either pass of the first micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -391,6 +404,7 @@ class TrafficFacts:
     pipeline: PipelineFacts
     host_copies: HostCopyFacts
     shard_passes: ShardPasses = ShardPasses()
+    instances: InstanceFacts = InstanceFacts()
     host: HostWork = EAGER_PYTORCH
     edges_follow: bool = True
     """Embedding and head follow the stage's ZeRO level and offload; Mist keeps them at ZeRO 1 on the GPU."""

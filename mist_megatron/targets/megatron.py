@@ -20,6 +20,7 @@ from mist_megatron.targets.facts import (
     Capability,
     ExecutionVariant,
     HostCopyFacts,
+    InstanceFacts,
     MemoryFacts,
     PipelineFacts,
     ReductionFacts,
@@ -101,6 +102,7 @@ CAPABILITY = Capability(
         "optimizer_bytes",
         "megatron_fsdp",
         "optimizer_instances",
+        "outer_sharding",
         "offload_modules",
     ),
     further=plan_rules,
@@ -114,7 +116,7 @@ PATCHED_CAPABILITY = replace(
     switches=tuple(
         name
         for name in CAPABILITY.switches
-        if name not in ("megatron_fsdp", "optimizer_instances", "offload_modules")
+        if name not in ("megatron_fsdp", "optimizer_instances", "outer_sharding", "offload_modules")
     ),
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
@@ -178,7 +180,8 @@ def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
         # Gradients narrower than the masters are cast before the step (update_main_grads of
         # param_and_grad_buffer.py).
         scratch = 0 if facts.grad_bytes == 4 else 4
-        facts = replace(facts, units_are_layers=True, step=StepBytes(scratch=scratch))
+        joint = bool(execution.outer_sharding)
+        facts = replace(facts, units_are_layers=True, joint_states=joint, step=StepBytes(scratch=scratch))
     return replace(facts, weights_at_once=3) if stepped else facts
 
 
@@ -225,7 +228,8 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
     is gathered by the first forward pass that needs it.
 
     Megatron-FSDP gathers a layer ahead and reduces beside the layers behind (AllGatherPipeline and
-    GradReducePipeline of param_and_grad_buffer.py), at levels 2 and 3 in every micro-batch."""
+    GradReducePipeline of param_and_grad_buffer.py), at levels 2 and 3 in every micro-batch; sub-groups of
+    replicas join gradients in the last one."""
     return TrafficFacts(
         zero3=Zero3Facts(),
         reduction=ReductionFacts(
@@ -253,6 +257,11 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
         ),
         host_copies=HostCopyFacts(
             states_visit=True, last_stays=True, last_comes_early=bool(execution.offload_modules)
+        ),
+        instances=InstanceFacts(
+            # "For `optim`, we don't need to reduce the local un-sharded gradient" (a TODO there).
+            joins_whole=bool(execution.megatron_fsdp),
+            joint_states=bool(execution.outer_sharding),
         ),
     )
 
@@ -283,11 +292,15 @@ def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
 
 
 def _sharded(execution: Execution) -> tuple[ExecutionVariant, ...]:
-    """Megatron-FSDP, where that is left open, with its gathers and reductions beside compute."""
+    """Megatron-FSDP, where that is left open, with its gathers and reductions beside compute; and with
+    optimizer states shared out over sub-groups of replicas too, which takes less memory."""
     if execution.megatron_fsdp is False or fsdp_refusals(execution):
         return ()
     beside = replace(execution, megatron_fsdp=True, overlap_grad_reduce=True, overlap_param_gather=True)
-    return (ExecutionVariant(beside, one_stage=True),)
+    ways = [beside] if execution.outer_sharding else [beside, replace(beside, outer_sharding=True)]
+    if execution.outer_sharding is False:
+        ways = [beside]
+    return tuple(ExecutionVariant(way, one_stage=True) for way in ways)
 
 
 def _beside_products(variant: ExecutionVariant) -> tuple[ExecutionVariant, ...]:

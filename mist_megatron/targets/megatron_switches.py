@@ -29,18 +29,33 @@ def _fsdp(plan: Plan) -> Iterator[str]:
     for why in fsdp_refusals(execution):
         yield f"execution.megatron_fsdp: {why}"
     ranks, spread = stage.dp * execution.context_parallel, execution.ep * execution.etp
-    if plan.model.routed and weighs_unevenly(stage.zero, plan.grad_accum, ranks, stage.tp * ranks // spread):
+    copies = stage.tp * ranks // spread if plan.model.routed else ranks
+    groups = execution.instances
+    if groups > 1 and not execution.overlap_grad_reduce:
+        yield (
+            f"execution.optimizer_instances {groups}: execution.megatron_fsdp joins gradients of sub-groups "
+            "only with overlap_grad_reduce: true, by which it knows the last micro-batch (no_sync_func of "
+            "megatron/training/training.py); else each trains by itself"
+        )
+    if stage.zero >= 2 and groups > 1 and groups >= ranks:
+        yield (
+            f"execution.optimizer_instances {groups}: leaves one rank in each of them, among which "
+            f"execution.megatron_fsdp shards nothing of stages[0].zero {stage.zero}, wanted fewer or zero 1"
+        )
+    elif weighs_unevenly(stage.zero, plan.grad_accum, ranks, copies // groups):
+        of = f" of {groups} execution.optimizer_instances" * (groups > 1)
         yield (
             f"stages[0].zero {stage.zero}: execution.megatron_fsdp scales gradients of experts that only one "
-            "rank has once more in every further micro-batch (_bucket_group_gradient_reduce of "
+            f"rank{of} has once more in every further micro-batch (_bucket_group_gradient_reduce of "
             "param_and_grad_buffer.py), wanted zero 1, one micro-batch, or two ranks with each expert"
         )
 
 
 def weighs_unevenly(zero: int, grad_accum: int, ranks: int, copies: int) -> bool:
-    """Whether Megatron-FSDP gets the mean over micro-batches wrong: what one rank alone has is added up
-    where it is scaled, in megatron-core 0.19.2. On gloo losses differ by 5e-4 at the third step."""
-    return zero >= 2 and grad_accum > 1 and ranks > 1 and copies == 1
+    """Whether Megatron-FSDP gets the mean over micro-batches wrong: what one rank alone has, of those that
+    share out weights among each other, is added up where it is scaled, in megatron-core 0.19.2. On gloo
+    losses differ by 5e-4 at the third step."""
+    return zero >= 2 and grad_accum > 1 and ranks > 1 and copies <= 1
 
 
 FSDP_EXCLUDES = (
@@ -49,7 +64,6 @@ FSDP_EXCLUDES = (
     "cuda_graphs",
     "offload_modules",
     "optimizer_bytes",
-    "optimizer_instances",
 )
 """Switches that are none beside Megatron-FSDP, for the reasons that `fsdp_refusals` tells."""
 
@@ -70,7 +84,6 @@ def fsdp_refusals(execution: Execution) -> tuple[str, ...]:
             bool(execution.offload_modules)
         ),
         "its gathers beside expert_overlap are not priced": bool(execution.expert_overlap),
-        "its hybrid sharding is not priced, wanted no optimizer_instances": execution.instances > 1,
         "keeps whole masters, wanted optimizer_bytes 12": execution.optimizer_bytes not in (None, 12),
     }
     return tuple(why for why, applies in broken.items() if applies)
@@ -173,6 +186,8 @@ def shares_instances(instances: int, ranks: int, copies: int) -> bool:
 
 def _instances(plan: Plan) -> Iterator[str]:
     execution, instances = plan.execution, plan.execution.instances
+    if execution.outer_sharding:
+        yield from _outer(plan)
     if instances == 1:
         return
     key = f"execution.optimizer_instances {instances}"
@@ -189,6 +204,19 @@ def _instances(plan: Plan) -> Iterator[str]:
                 f"{key}: must divide dp x context_parallel {ranks} of stages[{index}]{of_experts} "
                 "(core/parallel_state.py)"
             )
+
+
+def _outer(plan: Plan) -> Iterator[str]:
+    execution, zero = plan.execution, plan.stages[0].zero
+    broken = {
+        "is of execution.megatron_fsdp, wanted null": not execution.megatron_fsdp,
+        "does nothing without optimizer_instances above 1": execution.instances == 1,
+        f"needs zero 3, all else sharded too, not {zero} (param_and_grad_buffer.py, _init_each_parameter_"
+        "group_buffers raises)": bool(execution.megatron_fsdp) and zero != 3,
+    }
+    for why, applies in broken.items():
+        if applies:
+            yield f"execution.outer_sharding: {why}"
 
 
 def _states(plan: Plan) -> Iterator[str]:

@@ -156,7 +156,6 @@ def test_every_step_is_explained() -> None:
         (3, {}, "must divide dp x context_parallel 32"),
         (2, {"zero": 0}, "needs zero 1, the distributed optimizer"),
         (8, {"model": MIXTURE, "execution": {"expert_parallel": 8}}, "the 4 copies of each expert"),
-        (2, {"execution": {"megatron_fsdp": True, **BESIDE}}, "its hybrid sharding is not priced"),
     ],
 )
 def test_what_megatron_refuses(instances: int, more, words: str) -> None:

@@ -38,10 +38,10 @@ KNOWN = frozenset(
 SUMS_ALONE = ("--no-gradient-reduce-div-fusion",)  # gloo multiplies nothing while it sums
 
 
-def trained(folder: Path, planned: Plan) -> list[float]:
+def trained(folder: Path, planned: Plan, *more: str) -> list[float]:
     folder.mkdir()
     without = KERNELS if planned.model.routed else ()
-    return train(folder, planned, without=without, more=SUMS_ALONE, variables={"MIST_FSDP": "1"})
+    return train(folder, planned, without=without, more=(*SUMS_ALONE, *more), variables={"MIST_FSDP": "1"})
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,27 @@ def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, tmp_p
     assert trained(tmp_path / "sharded", sharded) == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "zero", "spread"),
+    [
+        (MIXTRAL, 1, {"expert_parallel": 2}),
+        (MODEL, 2, {}),
+        (MIXTRAL, 3, {"expert_parallel": 1}),
+        (MODEL, 3, {"outer_sharding": True}),
+    ],
+)
+def test_sub_groups_of_ranks_train_as_one_process_does(model, zero: int, spread, tmp_path: Path) -> None:
+    """Two of two ranks each, over two micro-batches. Where they share out optimizer states nothing is
+    clipped: the norm of gradients that Megatron-core 0.19.2 tells there is not theirs."""
+    whole = ("--clip-grad", "0") * ("outer_sharding" in spread)
+    plain = trained(tmp_path / "plain", mixture(model, stage(4, zero=0)), *whole)
+    ranks = stage(4, dp=4, zero=zero, micro_batch=1)
+    beside = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    sharded = mixture(model, ranks, megatron_fsdp=True, optimizer_instances=2, **beside, **spread)
+    assert sharded.grad_accum == 2 and not violations(sharded)
+    assert trained(tmp_path / "sharded", sharded, *whole) == pytest.approx(plain, abs=1e-5)
+
+
 def test_experts_of_one_rank_are_refused_where_megatron_trains_something_else(tmp_path: Path) -> None:
     """Two micro-batches: the first one's gradients are halved twice."""
     refused = mixture(MIXTRAL, stage(4, dp=2, zero=3), megatron_fsdp=True, expert_parallel=2)
@@ -69,7 +90,7 @@ def test_experts_of_one_rank_are_refused_where_megatron_trains_something_else(tm
     assert not violations(once)
 
 
-def made(name: str, tp: int, cp: int, zero: int, grad_bytes: int | None) -> Plan:
+def made(name: str, tp: int, cp: int, zero: int, grad_bytes: int | None, **more) -> Plan:
     model = presets.PRESETS[name]
     dp = 16 // tp // cp
     spread = {"expert_parallel": 8, "expert_tensor_parallel": 1} if model.routed else {}
@@ -88,7 +109,7 @@ def made(name: str, tp: int, cp: int, zero: int, grad_bytes: int | None) -> Plan
         sequence_parallel=tp > 1,
         execution=Execution(
             context_parallel=cp, megatron_fsdp=True, grad_bytes=grad_bytes, overlap_grad_reduce=True,
-            overlap_param_gather=True, **spread,
+            overlap_param_gather=True, **spread, **more,
         ),
     )  # fmt: skip
 
@@ -103,15 +124,27 @@ GRID = [
 ]
 
 
+JOINED = [
+    made(name, tp, 1, zero, 4, optimizer_instances=2, outer_sharding=outer)
+    for (name, zero), tp, outer in itertools.product(
+        itertools.product(("llama3-8b", "qwen2.5-7b", "qwen3-30b-a3b", "deepseek-v2-lite"), (1, 2, 3)),
+        (1, 2),
+        (None, True),
+    )
+]
+
+
 def test_the_parser_takes_every_plan_and_lint_reads_it_back() -> None:
-    plans = [plan for plan in GRID if not violations(plan)]
-    assert len(plans) >= 60, len(plans)
+    plans = [plan for plan in (*GRID, *JOINED) if not violations(plan)]
+    assert len(plans) >= 80, len(plans)
     for plan in plans[:: 1 if os.environ.get("MIST_WHOLE_GRIDS") else 5]:
         megatron.require_emittable(plan)
         found = parsed_of(plan)
         ddp, zero = found.ddp, plan.stages[0].zero
         assert ddp.use_megatron_fsdp
         assert ddp.data_parallel_sharding_strategy == "optim" + "_grads" * (zero > 1) + "_params" * (zero > 2)
+        assert ddp.num_distributed_optimizer_instances == plan.execution.instances
+        assert ddp.outer_dp_sharding_strategy == ("optim" if plan.execution.outer_sharding else "no_shard")
         assert str(ddp.megatron_fsdp_main_grads_dtype) == (
             "torch.float32" if plan.execution.grad_bytes == 4 else "None"
         )
@@ -122,7 +155,14 @@ def test_the_parser_takes_every_plan_and_lint_reads_it_back() -> None:
         back = plan_of(options, (), plan.cluster, "args.sh")
         assert back.stages[0].zero == zero
         wanted = replace(plan.execution, expert_dispatcher=back.execution.expert_dispatcher)
-        for key in ("megatron_fsdp", "grad_bytes", "overlap_grad_reduce", "overlap_param_gather"):
+        for key in (
+            "optimizer_instances",
+            "outer_sharding",
+            "megatron_fsdp",
+            "grad_bytes",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+        ):
             assert getattr(back.execution, key) == getattr(wanted, key), key
 
 

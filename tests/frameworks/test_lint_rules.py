@@ -24,6 +24,8 @@ HOST = "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distribute
 FINE = "--fine-grained-activation-offloading"
 INTERLEAVED = "--num-layers-per-virtual-pipeline-stage"
 WIDE = "--accumulate-allreduce-grads-in-fp32"
+FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor"
+JOINED = f"{FSDP} --num-distributed-optimizer-instances 2 --overlap-grad-reduce"
 RULES = (
     ("recompute-granularity", FULL, f"{FULL} --recompute-method block --recompute-num-layers 4"),
     ("recompute-granularity", f"{FULL} --recompute-method block", ""),
@@ -79,6 +81,17 @@ RULES = (
      f"{INTERLEAVED} 2 --pipeline-model-parallel-size 4"),
     ("num-layers-per-virtual-pipeline-stage",
      f"{INTERLEAVED} 4 --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 4", ""),
+    ("outer-dp-sharding-strategy", f"{JOINED} --outer-dp-sharding-strategy optim_grads",
+     f"{JOINED} --outer-dp-sharding-strategy optim"),
+    ("outer-dp-sharding-strategy", f"{FSDP} --outer-dp-sharding-strategy optim",
+     f"{JOINED} --outer-dp-sharding-strategy optim"),
+    ("outer-dp-sharding-strategy",
+     f"{JOINED} --outer-dp-sharding-strategy optim --data-parallel-sharding-strategy optim_grads",
+     f"{JOINED} --outer-dp-sharding-strategy no_shard --data-parallel-sharding-strategy optim_grads"),
+    ("num-distributed-optimizer-instances", f"{FSDP} --num-distributed-optimizer-instances 2", JOINED),
+    ("clip-grad", f"{JOINED} --outer-dp-sharding-strategy optim",
+     f"{JOINED} --outer-dp-sharding-strategy optim --clip-grad 0.0"),
+    ("enable-full-sharding-in-hsdp", f"{JOINED} --enable-full-sharding-in-hsdp", JOINED),
     ("micro-batch-size", "--micro-batch-size -1", "--micro-batch-size 2"),
     ("micro-batch-size", "--micro-batch-size 1.5", ""),
 )  # fmt: skip

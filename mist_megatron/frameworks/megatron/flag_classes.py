@@ -87,7 +87,8 @@ CLASSES: Sequence[FlagClass] = (
         "use-precision-aware-optimizer overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce "
         "overlap-param-gather "
         "accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 tp-comm-overlap cross-entropy-loss-fusion "
-        "deterministic-mode use-megatron-fsdp data-parallel-sharding-strategy megatron-fsdp-main-grads-dtype",
+        "deterministic-mode use-megatron-fsdp data-parallel-sharding-strategy megatron-fsdp-main-grads-dtype "
+        "outer-dp-sharding-strategy",
     ),
     # What acts only beside another flag, which is unpriced itself and so is named first.
     _indifferent(
@@ -146,7 +147,7 @@ CLASSES: Sequence[FlagClass] = (
     ),
     _indifferent(
         "acts only with --use-megatron-fsdp",
-        "outer-dp-sharding-strategy enable-full-sharding-in-hsdp fsdp-* "
+        "enable-full-sharding-in-hsdp fsdp-* "
         "megatron-fsdp-* init-model-with-meta-device disable-strict-fsdp-dtensor-load "
         "no-strict-fsdp-dtensor-load",
     ),

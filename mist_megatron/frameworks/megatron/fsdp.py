@@ -48,6 +48,7 @@ def fsdp_flags(plan: Plan) -> Flags:
     return (
         flag("--use-megatron-fsdp"),
         flag("--data-parallel-sharding-strategy", strategy),
+        *when(bool(plan.execution.outer_sharding), flag(f"--{OUTER}", OUTER_SHARDED)),
         # Gradients have the width of the weights unless this says more.
         flag("--megatron-fsdp-main-grads-dtype", "auto" if plan.execution.grad_bytes == 2 else "fp32"),
         *when(level >= 2, flag("--suggested-communication-unit-size", 2 * elements - 1)),
@@ -57,6 +58,10 @@ def fsdp_flags(plan: Plan) -> Flags:
     )
 
 
+OUTER = "outer-dp-sharding-strategy"
+"""What sub-groups of replicas (--num-distributed-optimizer-instances) share out among each other ..."""
+OUTER_SHARDED = "optim"
+"""... where that is not nothing, no_shard."""
 BUCKETS = "ddp-bucket-size"
 """Elements that are reduced at once where no layer is a unit of its own."""
 CHECKPOINTS = "fsdp_dtensor"
@@ -72,6 +77,12 @@ def level_of(read: Reader) -> Zero:
             details=(f"wanted no_shard, {', '.join(STRATEGIES)}",),
         )
     return STRATEGIES.get(said, 0)
+
+
+def outer_of(read: Reader) -> bool | None:
+    """Whether sub-groups of replicas share out optimizer states; null where there is only one of them."""
+    several = read.has("use-megatron-fsdp") and read.count("num-distributed-optimizer-instances", 1) > 1
+    return (several and read.text(OUTER, "no_shard") == OUTER_SHARDED) or None
 
 
 def grad_bytes_of(read: Reader) -> int:
@@ -91,6 +102,7 @@ def fsdp_findings(read: Reader) -> Iterator[Finding]:
     if (read.number("pipeline-model-parallel-size", 1) or 1) > 1:
         told = "with pipeline stages is accepted, and the run breaks: it lays all ranks over dp, cp and tp"
         yield _say("note", "use-megatron-fsdp", f"{told} (F/mcore_fsdp_adapter.py, _get_dp_tp_mesh)")
+    yield from _outer_findings(read, strategy)
     if strategy == "no_shard":
         yield _say(
             "unpriced", "data-parallel-sharding-strategy", "no_shard keeps buffers that are not priced"
@@ -103,6 +115,28 @@ def fsdp_findings(read: Reader) -> Iterator[Finding]:
             yield _say("note", name, "its buffers are priced as those without it")
     if not read.has("no-gradient-accumulation-fusion"):
         yield _say("note", "use-megatron-fsdp", "fused gradients need Transformer Engine 2.10 or newer")
+
+
+def _outer_findings(read: Reader, strategy: str) -> Iterator[Finding]:
+    outer, several = read.word(OUTER) or "no_shard", read.count("num-distributed-optimizer-instances", 1) > 1
+    if outer not in ("no_shard", OUTER_SHARDED):
+        yield _say("rejected", OUTER, f"is {cut(outer)!r}; wanted no_shard or {OUTER_SHARDED} (A:3026)")
+    elif outer == OUTER_SHARDED and not several:
+        yield _say("ignored", OUTER, "without --num-distributed-optimizer-instances above 1 nothing reads it")
+    elif outer == OUTER_SHARDED and strategy != USUAL:
+        told = f"needs --data-parallel-sharding-strategy {USUAL}, and the run stops"
+        yield _say("rejected", OUTER, f"{told} (F/src/megatron_fsdp/param_and_grad_buffer.py)")
+    elif outer == OUTER_SHARDED and (read.word("clip-grad") or "1.0").strip("0."):
+        told = "megatron-core 0.19.2 clips by a wrong norm of gradients: on gloo 2.6 times too large"
+        yield _say("note", "clip-grad", f"with --{OUTER} {OUTER_SHARDED} {told}")
+    if several and not read.has("overlap-grad-reduce"):
+        told = (
+            "without --overlap-grad-reduce sub-groups of replicas never join gradients: each trains by itself"
+        )
+        where = "no_sync_func of megatron/training/training.py"
+        yield _say("ignored", "num-distributed-optimizer-instances", f"{told} ({where})")
+    if read.has("enable-full-sharding-in-hsdp"):
+        yield _say("ignored", "enable-full-sharding-in-hsdp", f"nothing reads it; --{OUTER} says that")
 
 
 def _say(level: Level, name: str, message: str) -> Finding:

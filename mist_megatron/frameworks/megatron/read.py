@@ -11,7 +11,7 @@ from typing import Any, cast
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.megatron.command import Options
 from mist_megatron.frameworks.megatron.context import with_exchange
-from mist_megatron.frameworks.megatron.fsdp import grad_bytes_of, level_of
+from mist_megatron.frameworks.megatron.fsdp import grad_bytes_of, level_of, outer_of
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.read_parts import (
     dispatcher_of,
@@ -367,6 +367,7 @@ def _execution(read: Reader, training: TrainingSpec, context_parallel: int, tp: 
         quantization=quantization_of(read),
         optimizer_bytes=optimizer_bytes_of(read),
         optimizer_instances=instances if (instances := read.count(INSTANCES, 1)) > 1 else None,
+        outer_sharding=outer_of(read),
     )
     return with_exchange(read, execution)
 
