@@ -180,11 +180,11 @@ def test_taken_together(plan: Plan, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("system", "said", "wanted"),
     [
-        ("linux", {}, "/home/me/.cache/mist-megatron"),
+        ("linux", {}, "/of/me/.cache/mist-megatron"),
         ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/mist-megatron"),
-        ("darwin", {"XDG_CACHE_HOME": "/x"}, "/home/me/Library/Caches/mist-megatron"),
+        ("darwin", {"XDG_CACHE_HOME": "/x"}, "/of/me/Library/Caches/mist-megatron"),
         ("win32", {"LOCALAPPDATA": "/l"}, "/l/mist-megatron/cache"),
-        ("win32", {}, "/home/me/mist-megatron/cache"),
+        ("win32", {}, "/of/me/mist-megatron/cache"),
         ("linux", {"MIST_MEGATRON_CACHE": "/c"}, "/c"),
         ("linux", {"MIST_MEGATRON_CACHE": ""}, None),
         ("homeless", {}, None),
@@ -196,7 +196,7 @@ def test_where_programs_are_kept(
     def home() -> Path:
         if system == "homeless":
             raise RuntimeError("no home")
-        return Path("/home/me")
+        return Path("/of/me")
 
     for name in ("MIST_MEGATRON_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
