@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mist_megatron.search.execution import contexts, sizes_in_turn
+from mist_megatron.search.offloads import is_open
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import WIDTHS, Limits, Space
 from mist_megatron.spec.job import Job
@@ -50,6 +51,7 @@ SEARCHED = (
     "shared_expert_overlap",
     "cuda_graphs",
     "optimizer_instances",
+    "offload_modules",
 )
 """Keys of `execution` that a search sets where target and job leave them open."""
 OF_THE_JOB = ("quantization", "deterministic", "expert_imbalance", "zero3", "scattered_boundaries")
@@ -105,11 +107,18 @@ def _offload(tuned: Proved) -> str:
 
 
 def _offload_modules(tuned: Proved) -> str:
-    able = "offload_modules" in TARGETS[tuned.job.target].capability.switches
-    if tuned.settings.limits.offload_modules:
+    job, limits = tuned.job, tuned.settings.limits
+    able = "offload_modules" in TARGETS[job.target].capability.switches
+    if limits.offload_modules:
         return "beside activations that leave by modules no graphs, Megatron-FSDP or tokens beside passes"
-    said = tuned.settings.limits.offload_modules is not None or tuned.job.execution.offload_modules
-    return "activations of modules in host memory only where --fix asks for it" if able and not said else ""
+    if not able or limits.offload_modules is not None or job.execution.offload_modules:
+        return ""
+    if not is_open(job, tuned.space, limits):
+        return "activations of modules in host memory only where --fix asks for it"
+    sets = "two sets"
+    if _routed(tuned):
+        sets = "three sets of modules, without chunks in turn and where all layers could be run again"
+    return f"activations leave by {sets}, nothing but norms and activations run again beside them"
 
 
 def _layers(tuned: Proved) -> str:
@@ -193,10 +202,10 @@ LEFT_OUT = (
         words=_outer,
     ),
     LeftOut(
-        keys=("offload_modules",),
-        told="activations that leave by modules (`--offload-modules`), but where --fix asks for it, and "
-        "beside them graphs, Megatron-FSDP, tokens beside passes, and layers run again where --fix does not "
-        "say it",
+        told="most sets of modules whose activations leave (`--offload-modules`); of mixtures what leaves "
+        "where chunks take turns or no plan fits that runs all layers again; what leaves of models whose "
+        "layers differ, and beside Megatron-FSDP, tokens beside passes and products run again, but where "
+        "--fix asks for it",
         words=_offload_modules,
     ),
     LeftOut(told="fractions of offload between the steps of `--grid`", words=_offload),
@@ -216,7 +225,10 @@ LEFT_OUT = (
     ),
     LeftOut(told="graphs of some modules only, and all graphs of models without experts", words=_graphs),
     LeftOut(told="most sets of recomputed modules", words=_modules),
-    LeftOut(told="offload of models with experts", words=_of_experts("nothing is in host memory")),
+    LeftOut(
+        told="weights and states of models with experts in host memory",
+        words=_of_experts("no weights or states are in host memory"),
+    ),
     LeftOut(told="Megatron-FSDP of layers of unlike sizes in turn (hybrids)", words=_sharded),
     LeftOut(
         keys=("delayed_weight_grad",),

@@ -18,6 +18,7 @@ Every term is `fixed + layers * per_layer + ckpt * per_ckpt`, so a search can pr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +37,9 @@ from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
     Phase,
+    averaged,
+    begun_by_host,
+    chosen,
     departure_s,
     dropped_if_idle,
     phase,
@@ -48,7 +52,7 @@ from mist_megatron.cost.sends import (
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.turning import begun_with, warmed_up
+from mist_megatron.cost.turning import begun_with, copies_beside, warmed_up
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array
@@ -206,7 +210,7 @@ def _edge_terms(
     grid, facts, load = work.grid, work.context.facts, layer.load
     run = _run(work, layer, layer, (NOTHING_BETWEEN, NOTHING_BETWEEN), _followed(work))
     if layer is work.embedding and not gathers_on_arrival(grid, facts):
-        run = _beside_host(run, work.host_s / (2 * grid.vpp))
+        run = replace(run, first=begun_by_host(run.first, work.host_s / (2 * grid.vpp)))
     traffic = np.any(layer.first.gather_s) or np.any(layer.backward.reduce_s)
     if traffic and not (grid.vpp > 1 or _ahead(work)):
         run = _gathered(work, layer, run)
@@ -271,13 +275,6 @@ def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
     )
 
 
-def _beside_host(run: _Run, host_s: Array) -> _Run:
-    """What an embedding waits for in the very first pass comes in while the host begins it."""
-    if not np.any(run.first.inside_s):
-        return run
-    return replace(run, first=replace(run.first, inside_s=np.maximum(run.first.inside_s - host_s, 0.0)))
-
-
 def _followed(work: StageWork) -> bool:
     """Whether a run of layers may be followed by other ones in forward passes, and these come first in
     backward passes: where a stage's last layers are the recomputed ones."""
@@ -290,9 +287,26 @@ def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tupl
     kept, followed = block.kept, _followed(work)
     ends = begun_with(work, place, kept, followed=followed)
     run = _run(work, kept, ends, between, followed)
+    others = [
+        (share, _run(work, other, ends, between, followed))
+        for share, other in copies_beside(work, place, kept)
+    ]
+    run = _averaged(run, others) if others else run
     if block.recomputed is kept:
         return run, run
     return run, _run(work, block.recomputed, block.recomputed, between, followed)
+
+
+def _averaged(run: _Run, others: Sequence[tuple[float, _Run]]) -> _Run:
+    """Passes of layers beside which such shares of others' copies run."""
+    return _of_phases(run, lambda name: averaged(name(run), [(share, name(one)) for share, one in others]))
+
+
+def _of_phases(run: _Run, each: Callable[[Callable[[_Run], Phase]], Phase]) -> _Run:
+    """With each of its four passes another one."""
+    forward, backward = each(lambda one: one.forward), each(lambda one: one.backward)
+    first, last = each(lambda one: one.first), each(lambda one: one.last)
+    return replace(run, forward=forward, backward=backward, first=first, last=last)
 
 
 def _run(
@@ -404,22 +418,7 @@ def _refinement(work: StageWork, place: int) -> Refinement:
 
 def _chosen(where: Array, one: _Run, other: _Run) -> _Run:
     """Passes of one run on some rows, of another on the others."""
-
-    def phases(first: Phase, second: Phase) -> Phase:
-        pairs = (
-            (first.inside_s, second.inside_s),
-            (first.last_s, second.last_s),
-            (first.alone_s, second.alone_s),
-        )
-        return Phase(*(np.where(where, *pair) for pair in pairs))
-
-    return replace(
-        other,
-        forward=phases(one.forward, other.forward),
-        backward=phases(one.backward, other.backward),
-        first=phases(one.first, other.first),
-        last=phases(one.last, other.last),
-    )
+    return _of_phases(other, lambda name: chosen(where, name(one), name(other)))
 
 
 def _late(work: StageWork, place: int, kept: _Run, whole: _Run) -> tuple[Array, Array, Array, Array]:

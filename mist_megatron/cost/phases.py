@@ -4,12 +4,14 @@ While layer k computes, what k + 1 needs comes in and what k - 1 made goes out, 
 the layer's compute follow it while copies go on. So a layer inside a run takes as long as all of its streams
 together. Beside the last layer of a run nothing comes in, and nobody waits yet for what goes out: that leaves
 beside the next pass, which comes at once in the stable state. What the first layer needs comes in before it,
-beside whatever the stage does between two passes.
+beside whatever the stage does between two passes. Where only some kinds of layers send activations off, a
+layer of these here is all from the last one on (`turning.copies_beside`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +43,31 @@ class Phase:
     def minus(self, other: Phase) -> Phase:
         """What it exposes beyond another one."""
         return Phase(self.inside_s - other.inside_s, self.last_s - other.last_s, self.alone_s - other.alone_s)
+
+
+def averaged(own: Phase, shares: Sequence[tuple[float, Phase]]) -> Phase:
+    """Shares of others inside a pass; what is exposed once is its own."""
+    inside_s: Array = ZERO
+    last_s: Array = ZERO
+    for share, one in shares:
+        inside_s, last_s = inside_s + share * one.inside_s, last_s + share * one.last_s
+    return Phase(inside_s, last_s, own.alone_s)
+
+
+def chosen(where: Array, one: Phase, other: Phase) -> Phase:
+    """One on some rows, another on the others."""
+    return Phase(
+        np.where(where, one.inside_s, other.inside_s),
+        np.where(where, one.last_s, other.last_s),
+        np.where(where, one.alone_s, other.alone_s),
+    )
+
+
+def begun_by_host(first: Phase, host_s: Array) -> Phase:
+    """What an embedding waits for in the very first pass comes in while the host begins it."""
+    if not np.any(first.inside_s):
+        return first
+    return replace(first, inside_s=np.maximum(first.inside_s - host_s, 0.0))
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ class TimeContext:
     """... and beside gradients of weights, which nothing waits for."""
     recomputes_first_layers: bool = True
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
+    kind_of_layer: tuple[int, ...] = ()
+    """The model's layers, in order, by their kinds' places."""
     tied_prices: tuple[Prices, ...] = ()
     """Of the nodes at both ends of a mixed cluster, where they sum the gradients of a tied embedding as
     quickly as the slower end; of three kinds or more as quickly as the slowest. Empty where all are alike."""
@@ -314,6 +316,7 @@ def time_context_of(job: Job, prices: Prices, facts: MemoryFacts, without: froze
         expert_overlap=bool(execution.expert_overlap),
         delayed_weight_grad=bool(execution.delayed_weight_grad),
         recomputes_first_layers=facts.recomputes_first_layers,
+        kind_of_layer=tuple(job.model.kind_of_layer),
     )
 
 

@@ -3,13 +3,16 @@ with, and what forward passes that follow each other wait for."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from mist_megatron.cost.phases import Phase
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
-from mist_megatron.cost.work import LayerWork, StageWork, kept_layer
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer
 from mist_megatron.spec.mesh import StageRole
 
 
@@ -43,3 +46,64 @@ def warmed_up(work: StageWork, runs_ended: int, forward: Phase, load: LayerLoad)
     between = {StageRole.FIRST: 2, StageRole.MIDDLE: 1}.get(grid.role, 0)
     passes = between * (grid.stages - 1) + (grid.vpp - 1) * grid.stages
     return Linear(passes * runs_ended / grid.vpp * (forward.inside_s - forward.last_s))
+
+
+def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[float, LayerWork]]:
+    """Where modules of some kinds of layers send activations off, such a layer with all that the layers since
+    the last one compute besides, and that one's copies in place of its own; and how often each is. Its
+    forward pass runs beside what the one before it sends off, its backward pass beside what comes in for
+    that one; layers between the two send nothing, and wait for nothing."""
+    context, blocks = work.context, work.loads.blocks
+    sends = tuple(bool(np.any(load.moved_bytes)) for load in blocks)
+    if work.grid.parts or len(blocks) == 1 or not sends[place]:
+        return []
+    every = [block.kept for block in work.blocks]
+    shares = _steps(context.kind_of_layer, sends)[place]
+    return [
+        (share, _with_copies(kept, every[before], [(n, every[kind]) for kind, n in between]))
+        for share, before, between in shares
+    ]
+
+
+_Between = tuple[tuple[int, int], ...]
+"""Kinds of layers, and how many of each."""
+
+
+@lru_cache(maxsize=64)
+def _steps(kinds: tuple[int, ...], sends: tuple[bool, ...]) -> dict[int, list[tuple[float, int, _Between]]]:
+    """By kind that sends: how often the last one before it that sends is of a kind, with others between."""
+    found: dict[int, Counter[tuple[int, _Between]]] = {kind: Counter() for kind in set(kinds)}
+    last, between = None, Counter[int]()
+    for kind in kinds:
+        if not sends[kind]:
+            between[kind] += 1
+            continue
+        if last is not None:
+            found[kind][last, tuple(sorted(between.items()))] += 1
+        last, between = kind, Counter[int]()
+    return {
+        kind: [(times / counts.total(), *pair) for pair, times in counts.items()] or [(1.0, kind, ())]
+        for kind, counts in found.items()
+    }
+
+
+def _with_copies(layer: LayerWork, other: LayerWork, between: Sequence[tuple[int, LayerWork]]) -> LayerWork:
+    """With another layer's copies of activations beside its passes and those of the layers between."""
+
+    def passes(of: Callable[[LayerWork], PassWork]) -> PassWork:
+        own, copies = of(layer), of(other)
+        more = sum((n * (of(one).compute_s + of(one).tensor_s) for n, one in between), start=ZERO)
+        return replace(
+            own,
+            compute_s=own.compute_s + more,
+            copy_in_s=copies.copy_in_s,
+            copy_out_s=copies.copy_out_s,
+        )
+
+    return replace(
+        layer,
+        forward=passes(lambda one: one.forward),
+        backward=passes(lambda one: one.backward),
+        first=passes(lambda one: one.first),
+        last=passes(lambda one: one.last),
+    )

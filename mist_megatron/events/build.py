@@ -6,7 +6,8 @@ same at the same time, their collectives being priced as contended.
 
 A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mist's schedule template: what
 layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
-waits for that, because buffers are two layers deep. (Reductions of ZeRO 0 and 1, whose gradients have a
+waits for that, because buffers are two layers deep; where only some kinds of layers send activations off,
+two of these, and copies run on beside the layers between. (Reductions of ZeRO 0 and 1, whose gradients have a
 place of their own, hold nothing up: layers' own collectives go before them, and interleaved stages of
 Megatron begin them when a chunk's last backward pass has ended; they gather weights ahead, see `gathers`.)
 Transfers that compute waits for go before those that it does not, which stands for the share of the network
@@ -34,7 +35,7 @@ from mist_megatron.events.tasks import (
     PassTasks,
     StageTasks,
     Workload,
-    around_experts,
+    chain_of,
     end_of_iteration,
     launches,
     on_arrival,
@@ -247,7 +248,7 @@ class _Builder:
         host_s = 0.0 if step.kind is PassKind.WEIGHT else stage.host_s / (2 * self.chunks)
         waits = [*rank.end, *rank.holds, *given]
         stepped = self.play_steps(number, step, layers) if self.steps_ahead(number, step) else None
-        arriving = self.fetch(number, step, layers[0], stepped[-1] if stepped else rank.end)
+        arriving = self.fetch(number, step, layers[0], since := stepped[-1] if stepped else rank.end)
         begun = None
         # The head's two passes are one place in the line: before its backward pass nothing has to be gone.
         turns = step.kind is PassKind.BACKWARD and layers[0].name == "head"
@@ -258,17 +259,20 @@ class _Builder:
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
         for index, layer in enumerate(layers):
             turning = turns and index == 0
-            left = () if turning else rank.leaving[0]
+            between = layer.between and step.kind is PassKind.FORWARD
+            left = () if turning or between else rank.leaving[0]
             begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *left]
             following = None if index + 1 == len(layers) else layers[index + 1]
-            arriving = [] if following is None else self.fetch(number, step, following, waits)
+            since = since if layer.between else waits
+            arriving = [] if following is None else self.fetch(number, step, following, waits, since)
             begun = len(self.built.kind) if begun is None else begun
             end = self.play_layer(number, step, layer, begin)
             waits = [end]
             rank.end = waits
             sent = self.send_off(number, step, layer, end)
             older, newer = rank.leaving
-            rank.leaving = [older, [*newer, *sent]] if turning else [newer, sent]
+            if not between:
+                rank.leaving = [older, [*newer, *sent]] if turning else [newer, sent]
         if self.work.reduces_by_chunk and step.kind is PassKind.BACKWARD:
             self.reduce_chunk(number, step, layers)
         return rank.end[0] if begun is None else begun
@@ -328,8 +332,10 @@ class _Builder:
             self.built.program.yielding.add(event)
         return event
 
-    def fetch(self, number: int, step: Pass, layer: NamedLayer, after: list[int]) -> list[int]:
-        """What must be there before a layer computes."""
+    def fetch(
+        self, number: int, step: Pass, layer: NamedLayer, after: list[int], since: list[int] | None = None
+    ) -> list[int]:
+        """What must be there before a layer computes; copies come in since another event."""
         if step.kind is PassKind.WEIGHT:
             return []
         work, name = self.streams_of(number, step, layer.work), f"{step} {layer.name}"
@@ -342,7 +348,7 @@ class _Builder:
             backward = step.kind is PassKind.BACKWARD
             left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
             rank, kind = self.ranks[number], "copy in"
-            needs = [*after, *([] if left is None else [left]), *rank.fetched]
+            needs = [*(since or after), *([] if left is None else [left]), *rank.fetched]
             events.append(self.add(kind, name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
             rank.fetched = events[-1:] if backward else []
         return events
@@ -386,7 +392,7 @@ class _Builder:
         work = self.streams_of(number, step, layer.work)
         name = f"{step} {layer.name}"
         end = after
-        for kind, stream, seconds in self.chain_of(step, work):
+        for kind, stream, seconds in chain_of(step, work, split=self.split):
             if seconds > 0.0:
                 end = [self.add(kind, name, number, stream, seconds, end)]
                 if stream is Stream.GPU_TO_GPU:
@@ -394,24 +400,6 @@ class _Builder:
         if end is after:
             return self.add("forward", name, number, Stream.COMPUTE, 0.0, after)
         return end[0]
-
-    def chain_of(self, step: Pass, work: PassTasks) -> tuple[tuple[str, Stream, float], ...]:
-        compute, network = Stream.COMPUTE, Stream.GPU_TO_GPU
-        gather = ("weight gather", network, work.blocking_gather_s)
-        tensor = ("tensor-parallel collective", network, work.tensor_s)
-        reduce = ("gradient reduction", network, work.blocking_reduce_s)
-        again = ("recompute", compute, work.recompute_s)
-        # The first micro-batch has nothing to add to.
-        added_s = work.accumulate_s if step.micro_batch else 0.0
-        added = ("gradient accumulation", compute, added_s)
-        if step.kind is PassKind.FORWARD:
-            stepped = ("optimizer step", compute, work.step_s)
-            return gather, stepped, *around_experts("forward", work, work.compute_s), tensor
-        if step.kind is PassKind.WEIGHT:
-            return ("weight gradient", compute, work.weight_s), added, reduce
-        if self.split:
-            return gather, again, *around_experts("backward", work, work.compute_s - work.weight_s), tensor
-        return gather, again, *around_experts("backward", work, work.compute_s), added, tensor, reduce
 
     def add_steps(self) -> None:
         """The end of the iteration: what is reduced at once, and the optimizer step of other targets."""

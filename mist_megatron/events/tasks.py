@@ -92,6 +92,8 @@ class NamedLayer:
 
     name: str
     work: LayerTasks
+    between: bool = False
+    """It sends no activations off, but other kinds of layers do, whose copies run on beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,15 +332,21 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer,
     if plan.stages[position].strategies:
         return (_runs(plan, position, kinds),)
     chunks, again = plan.layers_of(position), recomputed_layers(plan, position)
+    sends = [kept.forward.copy_out_s > 0.0 for kept, _ in kinds.blocks]
     played = []
     for chunk in range(vpp):
         layers = [
-            NamedLayer(f"layer {layer}", kinds.blocks[of_layer[layer]][layer in again[chunk]])
+            NamedLayer(
+                f"layer {layer}",
+                kinds.blocks[of_layer[layer]][layer in again[chunk]],
+                between=any(sends) and not sends[of_layer[layer]],
+            )
             for layer in chunks[chunk]
         ]
-        end = chunks[chunk].stop - 1
+        end = max((k for k in chunks[chunk] if sends[of_layer[k]]), default=chunks[chunk].stop - 1)
         if layers and end not in again[chunk]:
-            layers[-1] = replace(layers[-1], work=kinds.last_kept[of_layer[end]])
+            place = end - chunks[chunk].start
+            layers[place] = replace(layers[place], work=kinds.last_kept[of_layer[end]])
         if position == 0 and chunk == 0 and kinds.embedding is not None:
             layers.insert(0, NamedLayer("embedding", kinds.embedding))
         if position == last and chunk == vpp - 1 and kinds.head is not None:
@@ -442,3 +450,23 @@ def end_of_iteration(stage: StageTasks, steps_on_arrival: bool) -> Chain:
         *(() if steps_on_arrival else (gathered,)),
         ("host work", "end of step", Stream.HOST, step.host_s),
     )
+
+
+def chain_of(step: Pass, work: PassTasks, *, split: bool) -> tuple[tuple[str, Stream, float], ...]:
+    """What of a layer pass is one after another; `split` where weights' gradients are a pass of their own."""
+    compute, network = Stream.COMPUTE, Stream.GPU_TO_GPU
+    gather = ("weight gather", network, work.blocking_gather_s)
+    tensor = ("tensor-parallel collective", network, work.tensor_s)
+    reduce = ("gradient reduction", network, work.blocking_reduce_s)
+    again = ("recompute", compute, work.recompute_s)
+    # The first micro-batch has nothing to add to.
+    added_s = work.accumulate_s if step.micro_batch else 0.0
+    added = ("gradient accumulation", compute, added_s)
+    if step.kind is PassKind.FORWARD:
+        stepped = ("optimizer step", compute, work.step_s)
+        return gather, stepped, *around_experts("forward", work, work.compute_s), tensor
+    if step.kind is PassKind.WEIGHT:
+        return ("weight gradient", compute, work.weight_s), added, reduce
+    if split:
+        return gather, again, *around_experts("backward", work, work.compute_s - work.weight_s), tensor
+    return gather, again, *around_experts("backward", work, work.compute_s), added, tensor, reduce

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
 from mist_megatron.search.mixtures import MixtureWay, mixture_ways
+from mist_megatron.search.offloads import dense_sets
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.said import with_said
 from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, SAID, Limits, Space, cut_to_target
@@ -46,6 +47,8 @@ class ExecutionChoice:
     optimizer does, which is searched too."""
     paired: bool | None = None
     """Only shapes whose neighbouring micro-batches can be paired layer by layer, or only others."""
+    chunked: bool = True
+    """Whether chunks of a stage may take turns."""
     after: tuple[ExecutionChoice, ...] = ()
     """What takes longer and holds less: searched of shapes that do not fit in this one."""
     least: ExecutionChoice | None = None
@@ -58,7 +61,7 @@ class ExecutionChoice:
             return False
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
             return False
-        if self.sends and shape.ep * shape.etp == 1:
+        if (self.sends and shape.ep * shape.etp == 1) or (shape.vpp > 1 and not self.chunked):
             return False
         if self.shards and max(shape.zero) < 2:
             return False
@@ -124,6 +127,9 @@ def _choices(choice: ExecutionChoice, space: Space) -> Iterator[ExecutionChoice]
     for modules in recompute_modules(job, space, limits):
         other = replace(job, execution=replace(job.execution, recompute_modules=modules))
         yield replace(choice, job=other, limits=_limits_of(limits, job, modules))
+    for sent in dense_sets(job, space, limits):
+        other = replace(job, execution=replace(job.execution, offload_modules=sent))
+        yield replace(choice, job=other, limits=replace(limits, recompute="none"))
 
 
 def _mixed(choice: ExecutionChoice, way: MixtureWay) -> ExecutionChoice:
@@ -134,6 +140,7 @@ def _mixed(choice: ExecutionChoice, way: MixtureWay) -> ExecutionChoice:
         limits=way.limits,
         paired=way.paired,
         sends=choice.sends or way.sends,
+        chunked=choice.chunked and way.chunked,
         after=tuple(_mixed(choice, other) for other in way.after),
         least=None if least is None or least is way else _mixed(choice, least),
     )

@@ -30,7 +30,8 @@ COMPUTE = (Term.FORWARD, Term.BACKWARD)
 
 class LayerFloors:
     """Those of one search, whose ways of execution have prices of layers in common: when weights are gathered
-    is no matter to them, nor is what may be run again and is not."""
+    is no matter to them, nor is what may be run again and is not, nor what
+    leaves for host memory."""
 
     def __init__(self) -> None:
         self._seconds: dict[object, dict[Ranks, _Seconds]] = {}
@@ -55,7 +56,7 @@ def _alike(question: SearchProblem) -> object:
     """All that a layer's seconds follow from beside its ranks."""
     recompute, execution = least_recompute(question.space), question.evaluator.job.execution
     modules = None if recompute == "full" else execution.recompute_modules
-    same = replace(execution, overlap_param_gather=None, recompute_modules=modules)
+    same = replace(execution, overlap_param_gather=None, recompute_modules=modules, offload_modules=None)
     return same, recompute, min(question.space.zero)
 
 

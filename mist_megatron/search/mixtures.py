@@ -2,8 +2,8 @@
 and which modules are run again.
 
 Each way is as fast as any that comes `after` it on a shape on which neither runs anything again: tokens that
-travel beside a pass, and kernels that a graph starts, only gain time, for memory. So what comes after is
-searched of shapes that do not fit in the way before.
+travel beside a pass, kernels that a graph starts, and activations that stay only gain time, for memory. So
+what comes after is searched of shapes that do not fit in the way before.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from mist_megatron.search.offloads import is_open, mixture_sets
 from mist_megatron.search.space import Limits, Space, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import GraphModule
 from mist_megatron.spec.plan import Execution
-from mist_megatron.spec.recompute import Module
+from mist_megatron.spec.recompute import Module, Recompute
 from mist_megatron.targets.table import TARGETS
 
 Tokens = Literal["beside passes", "beside shared experts", "waited for"]
@@ -38,6 +39,8 @@ class MixtureWay:
     """Only shapes whose neighbouring micro-batches can be paired layer by layer, or only others."""
     sends: bool = False
     """Only shapes whose tokens go to other ranks."""
+    chunked: bool = True
+    """Whether chunks of a stage may take turns."""
     after: tuple[MixtureWay, ...] = ()
     """What holds less and takes longer."""
 
@@ -154,13 +157,30 @@ class _Ways:
         if self.ungraphed:
             whole = self._way(tokens, (), said, self.limits, paired)
             again = self._again(tokens, (), (*light, *heavy), paired)
-            lower = (whole, *(() if said else again))
+            lower = (whole, *(() if said else again), *self._sending(tokens, (), paired))
         if not self.graphed:
             return lower
         graphs = self._graphs(tokens)
         mixers: tuple[GraphModule, ...] = tuple(one for one in graphs if one in ("attn", "mamba"))
         apart = self._again(tokens, mixers, heavy, paired) if mixers else ()
-        return self._level(tokens, graphs, light, (*apart, *lower), paired)
+        sending = self._sending(tokens, graphs, paired)
+        return self._level(tokens, graphs, light, (*sending, *apart, *lower), paired)
+
+    def _sending(
+        self, tokens: Tokens, graphs: tuple[GraphModule, ...], paired: bool | None
+    ) -> Iterator[MixtureWay]:
+        """With activations of modules in host memory, where nothing runs beside tokens. Not where chunks take
+        turns: copies slow down tokens and sends between two passes, up to 4 % of a step of the events."""
+        said = self.job.execution.recompute_modules
+        if tokens != "waited for" or not is_open(self.job, self.space, self.limits):
+            return
+        for sent, modules in mixture_sets(self.job, graphed=bool(graphs)):
+            kind: Recompute = "none" if modules is None else "selective"
+            if self.limits.recompute in (None, kind) and (modules is None or modules in self.light):
+                limits = replace(self.limits, recompute=kind)
+                way = self._way(tokens, graphs, modules or said, limits, paired)
+                execution = replace(way.execution, offload_modules=sent)
+                yield replace(way, execution=execution, chunked=False)
 
     def _level(
         self,

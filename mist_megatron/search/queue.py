@@ -306,8 +306,10 @@ def _of_alike(
     shapes = [item for item in items if isinstance(item, EqualPipeline)]
     added_s = rooms(question, shapes)
     if least_recompute(question.space) in PARTIAL:
-        # Nothing comes after these, and their bounds are of what they run again.
-        bounds, shapes = {}, [shape for shape in shapes if np.isfinite(added_s[shape]).any()]
+        bounds = {}  # of what they run again
+    if hand is None:
+        # Nothing comes after these.
+        shapes = [shape for shape in shapes if np.isfinite(added_s[shape]).any()]
     new = [shape for shape in shapes if shape not in bounds]
     bounds.update(zip(new, shape_bounds(question, new), strict=True))
     pairs, short = with_room(question, [(bounds[shape], shape) for shape in shapes], added_s)

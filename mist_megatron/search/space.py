@@ -80,6 +80,8 @@ class Space:
     """Whether optimizer states may be whole in sub-groups of replicas, where the job leaves it open."""
     megatron_fsdp: bool = False
     """Whether Megatron-FSDP may shard gradients and weights, where the job leaves it open."""
+    offload_modules: bool = False
+    """Whether activations of modules may leave for host memory, where the job leaves it open."""
     decoupled_step: bool = False
     """Whether steps are decoupled, where the target can and the job leaves it open."""
     zero: tuple[int, ...] = (1,)
@@ -121,7 +123,7 @@ class Space:
         names += ["ep", "etp"] * self.expert_parallel + ["dispatcher"] * (len(self.dispatchers) > 1)
         names += ["tokens beside passes"] * self.expert_overlap + ["CUDA graphs"] * self.cuda_graphs
         names += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
-        names += ["Megatron-FSDP"] * self.megatron_fsdp
+        names += ["Megatron-FSDP"] * self.megatron_fsdp + ["modules in host memory"] * self.offload_modules
         names += ["sub-groups of optimizer states"] * self.optimizer_instances
         names += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         names += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
@@ -275,6 +277,7 @@ _SPACES = (
         cuda_graphs=True,
         tp_comm_overlap=True,
         megatron_fsdp=True,
+        offload_modules=True,
         optimizer_instances=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
@@ -385,6 +388,7 @@ SWITCH_KEYS = (
     *(f"context_exchange.{kind}" for kind in CONTEXT_EXCHANGES),
     "tensor_over_nodes",
     "fewer_gpus",
+    "offload_modules",
     *(f"offload.{kind}" for kind in KINDS),
 )
 

@@ -8,11 +8,9 @@ core/transformer/transformer_layer.py, AT = core/transformer/attention.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from types import MappingProxyType
 
 from mist_megatron.spec.layer import LayerSpec
-from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.offloaded import OffloadModule
 from mist_megatron.spec.plan import Plan
 
@@ -71,7 +69,6 @@ def offload_rules(plan: Plan) -> Iterator[str]:
         "beside expert_overlap copies are 4 % off the events, wanted none": bool(
             plan.execution.expert_overlap
         ),
-        "where layers of unlike sizes come in turn copies are 12 % off the events": (_in_turn(plan.model)),
         "copies inside graphs of layer and full_iteration are not priced": (
             bool({"layer", "full_iteration"} & graphs)
         ),
@@ -82,12 +79,6 @@ def offload_rules(plan: Plan) -> Iterator[str]:
     for why, applies in broken.items():
         if applies:
             yield f"{key}: {why}"
-
-
-def _in_turn(model: ModelSpec) -> bool:
-    """Whether layers of unlike sizes come in turn: a few at the begin are no matter."""
-    sizes = [model.kinds[place].block_parameters for place in model.kind_of_layer]
-    return sum(one != other for one, other in pairwise(sizes)) > 1
 
 
 def _there(plan: Plan) -> set[OffloadModule]:

@@ -25,6 +25,7 @@ from mist_megatron.targets.rules import violations
 LLAMA = presets.PRESETS["llama-7b"]
 MIXTURE = presets.PRESETS["qwen3-30b-a3b"]
 LATENT = presets.PRESETS["deepseek-v2-lite"]
+HYBRID = presets.PRESETS["nemotron-3-nano-30b-a3b"]
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
@@ -111,6 +112,18 @@ def test_events_of_mixtures_tell_the_same(model, modules, pp: int) -> None:
     evaluator = evaluator_for(job_of(made))[0]
     assert simulate(made, evaluator).iteration_s == pytest.approx(
         predict(made, evaluator).iteration_s, rel=0.03
+    )
+
+
+@pytest.mark.parametrize("modules", [("core_attn", "attn_proj"), ("expert_fc1",), ("expert_fc1", "moe_act")])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_copies_of_hybrids_run_beside_layers_of_other_kinds(modules, pp: int) -> None:
+    """What an expert layer sends off leaves beside the Mamba layer behind it and the next expert layer."""
+    made = plan(modules, HYBRID, pp=pp)
+    assert not violations(made)
+    evaluator = evaluator_for(job_of(made))[0]
+    assert simulate(made, evaluator).iteration_s == pytest.approx(
+        predict(made, evaluator).iteration_s, rel=0.025
     )
 
 

@@ -23,6 +23,7 @@ from mist_megatron.frameworks.megatron.bridge import bridge_mapping
 from mist_megatron.frameworks.megatron.command import options_of
 from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.model import model_refusals
+from mist_megatron.search.offloads import DENSE
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
@@ -169,6 +170,24 @@ def test_grid_parses_and_means_what_the_plan_says() -> None:
             except Exception as error:
                 raise AssertionError(f"{plan} stage {index}: {error}") from error
             check(plan, index, parsed)
+
+
+@pytest.mark.parametrize("sent", DENSE)
+@pytest.mark.parametrize("grid", [GRIDS[1], GRIDS[3], GRIDS[5]])
+@pytest.mark.parametrize("name", ["llama2-7b", "qwen2.5-7b", "gpt3-1.3b"])
+def test_activations_of_dense_layers_leave_by_modules(name: str, grid, sent) -> None:
+    plan = make(serial(name), grid, "none", (0.0, 0.0), target="megatron", number=4)
+    plan = replace(plan, execution=Execution(offload_modules=sent))
+    assert not violations(plan)
+    document = megatron.stages(plan)
+    for index in range(len(plan.stages)):
+        argv = megatron_parser.rank_arguments(plan, index) + USER_ARGS.split()
+        parsed = megatron_parser.parse(
+            argv, world=document["world_size"], environment=document["environment"]
+        )
+        check(plan, index, parsed)
+        assert parsed.config.fine_grained_activation_offloading
+        assert set(parsed.config.offload_modules) == set(sent)
 
 
 def check(plan: Plan, index: int, parsed) -> None:

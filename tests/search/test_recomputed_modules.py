@@ -15,7 +15,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.training import TrainingSpec
 
 FULL = space_named("full")
-LIMITS = Limits(most={"tp": 1, "cp": 1, "vpp": 4}, fixed={"pp": 4})
+LIMITS = Limits(most={"tp": 1, "cp": 1, "vpp": 4}, fixed={"pp": 4}, forbidden=frozenset({"offload_modules"}))
 
 
 def job(*, flash: bool = True) -> Job:
