@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hand_made import HandMade
 
 import mist_megatron as mm
 from mist_megatron.ask import changes as moved
@@ -17,6 +19,7 @@ from mist_megatron.ask.gpu_counts import Number, NumberWords, counts, on_best_nu
 from mist_megatron.ask.job_words import AskedJob
 from mist_megatron.ask.mixed_words import is_mixed, mixed_cluster, of_one_kind, require_one_kind
 from mist_megatron.ask.next_steps import next_steps, why_not
+from mist_megatron.ask.plan_words import closed_form_words, place_words
 from mist_megatron.ask.ranges import whole_number, whole_numbers
 from mist_megatron.ask.workers import MOST_WORKERS, check_workers, within
 from mist_megatron.calibrate.error_bars import UNMEASURED
@@ -326,3 +329,52 @@ def test_one_number_and_workers() -> None:
     assert within(stopped, None) is stopped and within(stopped, 60.0).stop() is Status.INTERRUPTED
     assert within(Watch(stop=lambda: None), -1.0).stop() is Status.TIME_LIMIT
     assert within(Watch(stop=lambda: None), 60.0).stop() is None
+
+
+# -- what is shown -------------------------------------------------------------------------------------------
+
+
+def test_plans_that_were_played_are_in_the_order_of_their_events() -> None:
+    found = mm.tune(**{**WORDS, "global_batch": 8}, gpus=2, gpus_per_node=2, grid=0.5, top=3)
+    played = found.verified(Watch())
+    assert sorted(played.plans, key=found.plans.index) == list(found.plans) and len(found.plans) == 3
+    assert played.verification is not None
+    seconds = [one.iteration_s for one in played.verification.simulations]
+    assert seconds == sorted(seconds) and played.plan == played.plans[0]
+    ranks = [found.plans.index(plan) for plan in played.plans]
+    assert list(played.predictions) == [found.predictions[rank] for rank in ranks]
+
+
+def test_places_and_formulas_in_words() -> None:
+    one = mm.tune(**{**WORDS, "global_batch": 8}, gpus=2, gpus_per_node=2, grid=0.5, fix="pp=2,dp=1")
+    assert place_words(one.job) == "gpt2 on 1 x 2 l4-24gb"
+    kinds = mixed_cluster("2xl4-24gb+2xt4-16gb", 2, lambda name: (catalogue.gpu(name), None))
+    words = place_words(replace(one.job, cluster=kinds, target="megatron+patches"))
+    assert words == f"gpt2 on {kinds.words}" and "t4-16gb" in words
+    assert one.plan is not None
+    free = mm.simulate(one.plan, schedule="zb-h1").simulation
+    assert closed_form_words(replace(free, closed_form_s=None)).startswith(
+        "none: no formula covers schedule zb-h1"
+    )
+
+
+def test_a_replay_is_told_by_rank(tmp_path: Path) -> None:
+    paths = []
+    for number in range(2):
+        made = HandMade(rank=number, world=2)
+        made.step(1, 0, 400)
+        made.kernel("gemm", 10, 15, 100 + 50 * number)
+        made.call("cudaDeviceSynchronize", 40, 300)
+        paths.append(made.write(tmp_path / f"{number}.json"))
+    told = repr(mm.replay(paths, scale="kernel=gemm:2")).splitlines()
+    assert "2 ranks, step 1: " in told[1] and "as recorded 0.4 ms" in told[2]
+    assert [line.split()[0] for line in told[-2:]] == ["0", "1"]
+    plain = repr(mm.replay(paths[0]))
+    assert "1 rank, step 1: 0.4 ms" in plain and "as recorded" not in plain
+    again = HandMade(rank=1, world=2)
+    again.kernel("gemm", 10, 15, 100)
+    with pytest.raises(InputError, match="are both of rank 1"):
+        mm.replay([paths[1], again.write(tmp_path / "again.json")])
+    again.rank = None
+    with pytest.raises(InputError, match="does not say its rank, others do"):
+        mm.replay([paths[1], again.write(tmp_path / "again.json")])
