@@ -310,6 +310,7 @@ def test_names_outlive_the_calls_that_began_them(longer: float, holds: int) -> N
 def test_what_the_first_event_encloses() -> None:
     parent, named = np.array([-1, 0, 1, -1, 3]), np.array([True, False, False, False, False])
     assert _inside(parent, named).tolist() == [False, True, True, False, False]
+    assert _inside(parent[:2], named[:2]).tolist() == [False, True]
     assert _inside(parent, ~named).tolist() == [False, False, True, False, True]
 
 
@@ -394,3 +395,5 @@ def test_for_which_collectives_a_thread_stood_still(
     assert [len(one.awaited) for one in told] == waited
     for one in told:
         assert (one.returned_ns - one.left_ns) == pytest.approx((returns - 30.0) * 1e3)
+        begin = int(trace.start_ns.min())
+        assert one.ended_ns - begin == pytest.approx(1e3 * max(ends[: len(one.awaited)]))
