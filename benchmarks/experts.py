@@ -69,6 +69,15 @@ class Expert:
         )
         return replace(job_of(self.plan), execution=kept)
 
+    @property
+    def jobs(self) -> list[Job]:
+        """The same also by a graph of the whole step, where theirs is one: without Megatron's look for values
+        that are none, which a search does not give up by itself."""
+        graphs = self.plan.execution.cuda_graphs
+        if not graphs or "full_iteration" not in graphs or self.plan.model.routed is not None:
+            return [self.job]
+        return [self.job, replace(self.job, execution=replace(self.job.execution, cuda_graphs=graphs))]
+
 
 def experts(folder: Path) -> list[Expert]:
     """One per job, of all CSV files of measured rows."""
@@ -106,7 +115,7 @@ def answer(expert: Expert) -> dict[str, Any]:
     told = predict(expert.plan, evaluator_for(job_of(expert.plan))[0])
     said |= {"predicted_s": told.iteration_s, "fits": told.fits, "tflops": told.tflops_per_gpu}
     try:
-        tuned = tune(expert.job)
+        tuned = min((tune(job) for job in expert.jobs), key=lambda each: each.prediction.iteration_s)
     except MistError as error:
         return {**said, "refused": error.message}
     return {
@@ -142,13 +151,13 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object]]:
     yield "layers per stage", "/".join(str(stage.layers) for stage in stages) if _uneven(plan) else "even"
     yield "on the host", any(any(stage.offload.values()) for stage in stages)
     yield "tensor-parallel overlap", bool(execution.tp_comm_overlap)
+    yield "graphs", "+".join(execution.cuda_graphs or ()) or "none"
     if plan.model.routed is not None:
         yield "ep", execution.ep
         yield "etp", execution.etp
         yield "dispatcher", execution.dispatcher
         yield "tokens beside passes", bool(execution.expert_overlap)
         yield "tokens beside shared experts", bool(execution.shared_expert_overlap)
-        yield "graphs", "+".join(execution.cuda_graphs or ()) or "none"
         yield "modules", "+".join(execution.modules) if _some_again(plan) else "none"
 
 
@@ -225,7 +234,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path)
     parser.add_argument("--list", action="store_true", help="Name the jobs and end.")
     asked = parser.parse_args()
-    listed = experts(asked.measured)
+    listed = sorted(experts(asked.measured), key=lambda expert: expert.plan.model.routed is not None)
     if asked.list:
         for expert in listed:
             print(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mist_megatron.search.execution import contexts, sizes_in_turn
+from mist_megatron.search.graphs import searches_graphs
 from mist_megatron.search.offloads import is_open
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import WIDTHS, Limits, Space
@@ -150,10 +151,14 @@ def _modules(tuned: Proved) -> str:
 
 
 def _graphs(tuned: Proved) -> str:
-    able = "cuda_graphs" in TARGETS[tuned.job.target].capability.switches and tuned.space.cuda_graphs
+    job, said = tuned.job, tuned.job.execution.cuda_graphs
+    able = "cuda_graphs" in TARGETS[job.target].capability.switches and tuned.space.cuda_graphs
     if _routed(tuned):
         return "graphs replay all that they can or nothing"
-    return "no CUDA graphs" if able and not tuned.job.execution.cuda_graphs else ""
+    if not able or said:
+        return ""
+    open_ = searches_graphs(job, tuned.space, Limits())
+    return "graphs replay whole layers or nothing, none where modules leave" if open_ else "no CUDA graphs"
 
 
 def _of_experts(words: str) -> Callable[[Proved], str]:
@@ -223,7 +228,12 @@ LEFT_OUT = (
         told="experts that are split over slow links",
         words=_of_experts("experts are split over fast links only"),
     ),
-    LeftOut(told="graphs of some modules only, and all graphs of models without experts", words=_graphs),
+    LeftOut(
+        told="graphs of some modules only; of models without experts those of whole steps, which exclude "
+        "Megatron's look for values that are none, and all of hybrids, of clusters of several kinds, and "
+        "beside patches and activations that leave by modules",
+        words=_graphs,
+    ),
     LeftOut(told="most sets of recomputed modules", words=_modules),
     LeftOut(
         told="weights and states of models with experts in host memory",

@@ -7,13 +7,14 @@ ways a target has its facts say; here they are cut to what the space and the lim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from mist_megatron.errors import InputError
 from mist_megatron.search.experts import dispatchers, require_spread
+from mist_megatron.search.graphs import GraphWay, graph_ways
 from mist_megatron.search.mixtures import MixtureWay, mixture_ways
 from mist_megatron.search.offloads import dense_sets
 from mist_megatron.search.pipelines import EqualPipeline
@@ -124,12 +125,38 @@ def _choices(choice: ExecutionChoice, space: Space) -> Iterator[ExecutionChoice]
     if job.model.routed is not None:
         yield from (_mixed(choice, way) for way in mixture_ways(job, space, limits))
         return
-    for modules in recompute_modules(job, space, limits):
-        other = replace(job, execution=replace(job.execution, recompute_modules=modules))
-        yield replace(choice, job=other, limits=_limits_of(limits, job, modules))
-    for sent in dense_sets(job, space, limits):
-        other = replace(job, execution=replace(job.execution, offload_modules=sent))
-        yield replace(choice, job=other, limits=replace(limits, recompute="none"))
+    ways = graph_ways(job, space, limits)
+    made = [_of_modules(choice, way, space) for way in ways]
+    if made and not ways[-1].execution.cuda_graphs:
+        for sent in dense_sets(job, space, limits):
+            other = replace(job, execution=replace(job.execution, offload_modules=sent))
+            made[-1].append(replace(choice, job=other, limits=replace(limits, recompute="none")))
+    yield from _graphed(made)
+
+
+def _of_modules(choice: ExecutionChoice, way: GraphWay, space: Space) -> list[ExecutionChoice]:
+    job = replace(choice.job, execution=way.execution)
+    return [
+        replace(
+            choice,
+            job=replace(job, execution=replace(way.execution, recompute_modules=modules)),
+            limits=_limits_of(way.limits, job, modules),
+        )
+        for modules in recompute_modules(job, space, way.limits)
+    ]
+
+
+def _graphed(ways: Sequence[Sequence[ExecutionChoice]]) -> Iterator[ExecutionChoice]:
+    """Graphs first, and after each what runs the same again without them; after the first, which runs nothing
+    again either and keeps all, what runs other modules again than graphs do, and what leaves."""
+    if len(ways) < 2:
+        yield from (choice for way in ways for choice in way)
+        return
+    (first, *others), plain = ways
+    bare = {replace(choice.job.execution, cuda_graphs=None): choice for choice in plain}
+    same = [bare.pop(replace(choice.job.execution, cuda_graphs=None)) for choice in others]
+    yield replace(first, after=tuple(bare.values()))
+    yield from (replace(choice, after=(one,)) for choice, one in zip(others, same, strict=True))
 
 
 def _mixed(choice: ExecutionChoice, way: MixtureWay) -> ExecutionChoice:

@@ -17,6 +17,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.search.bounds import SearchProblem, least_recompute
 from mist_megatron.search.choices import Array
 from mist_megatron.search.families import MixedFamily
+from mist_megatron.search.graphs import LAYERS
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.spec.job import Job
@@ -45,15 +46,18 @@ class KnownBounds:
 
     def __init__(self, known: Iterable[Known] = ()) -> None:
         self._of: dict[Execution, list[Known]] = {}
+        self._replays = False
         for one in known:
             self.append(one)
 
     def append(self, one: Known) -> None:
         self._of.setdefault(_runs_nothing_again(one.job.execution), []).append(one)
+        self._replays = self._replays or bool(one.job.execution.cuda_graphs)
 
     def near(self, execution: Execution) -> Iterator[Known]:
         """Of ways that execute the same, but for what is run again and for switches that only gain time."""
-        ways = (execution, _products_beside(execution), _reduced_beside(execution))
+        ways = [execution, _products_beside(execution), _reduced_beside(execution)]
+        ways += [_replayed(execution)] if self._replays and not execution.cuda_graphs else []
         for way in dict.fromkeys(map(_runs_nothing_again, ways)):
             yield from self._of.get(way, ())
 
@@ -64,6 +68,10 @@ def _runs_nothing_again(execution: Execution) -> Execution:
 
 def _products_beside(execution: Execution) -> Execution:
     return replace(execution, tp_comm_overlap=True)
+
+
+def _replayed(execution: Execution) -> Execution:
+    return replace(execution, cuda_graphs=LAYERS)
 
 
 def _reduced_beside(execution: Execution) -> Execution:
@@ -77,7 +85,7 @@ def floors(question: SearchProblem, items: Sequence[Item], known: KnownBounds) -
         if not _covers(one, question):
             continue
         same = _without_modules(one, one.job) == _without_modules(one, question.evaluator.job)
-        switched = (beside_products, reduces_beside)
+        switched = (beside_products, reduces_beside, replays)
         if not same and not any(beside(one.job, question.evaluator) for beside in switched):
             continue
         floors_s = np.maximum(floors_s, _of_items(items, one.bounds) * (1 - 1e-9))
@@ -187,6 +195,14 @@ def beside_products(job: Job, after: StageEvaluator) -> bool:
     stops compute here, and running together gains."""
     switched = _products_beside(after.job.execution)
     differs = not after.job.execution.tp_comm_overlap and job == replace(after.job, execution=switched)
+    return differs and _together_gains(after)
+
+
+def replays(job: Job, after: StageEvaluator) -> bool:
+    """Whether `job` is the evaluator's but for graphs, of which kernels begin no later, and running beside
+    traffic gains."""
+    switched = _replayed(after.job.execution)
+    differs = not after.job.execution.cuda_graphs and job == replace(after.job, execution=switched)
     return differs and _together_gains(after)
 
 

@@ -19,6 +19,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import GraphModule
 from mist_megatron.spec.plan import Execution
 from mist_megatron.spec.recompute import Module, Recompute
+from mist_megatron.targets.megatron_switches import draws_again
 from mist_megatron.targets.table import TARGETS
 
 Tokens = Literal["beside passes", "beside shared experts", "waited for"]
@@ -206,7 +207,9 @@ class _Ways:
         paired: bool | None,
     ) -> tuple[MixtureWay, ...]:
         limits = replace(self.limits, recompute="selective")
-        return tuple(self._way(tokens, graphs, modules, limits, paired) for modules in sets)
+        drops_out = self.job.training.dropout > 0.0
+        able = [modules for modules in sets if not (drops_out and draws_again(graphs, modules))]
+        return tuple(self._way(tokens, graphs, modules, limits, paired) for modules in able)
 
     def _graphs(self, tokens: Tokens) -> tuple[GraphModule, ...]:
         """All that Megatron replays of such layers."""

@@ -37,29 +37,42 @@ Bound = EqualBound | MixedBound
 Pair = tuple[Bound, Item]
 Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
 """Items that may fit, with their bounds."""
+Hand = Callable[[Sequence[tuple[float, Item]]], None]
+"""What does not fit in a way, and seconds that no plan of it beats."""
 
 AT_ONCE, WIDER = 1.05, 2.0
 """Items whose floors are so near the least are looked at in one batch, and further on each time that was not
 enough: floors far below the bounds must not cost a call for each few of them. Not further than what is next
 in another way of execution, but for the first such step: a call costs more than the items it may spare."""
+PATIENCE = 1.1
+"""Shapes are handed on one by one: what waits for others is looked at together with them."""
 
 
 class Queue:
     """Items of one kind."""
 
-    near, at_once, wider = AT_ONCE, AT_ONCE, WIDER
+    near, at_once, wider, patience = AT_ONCE, AT_ONCE, WIDER, 1.0
+    """`patience`: items of other queues go first whose bounds are less than so many times those here."""
     head_s = 0.0
     """The bound of the next item is no less, as far as is known: of many ways few may have the next."""
 
-    def __init__(self, items: Sequence[Item], least_s: Sequence[float], bounded: Bounded) -> None:
-        self._bounded = bounded
+    def __init__(
+        self,
+        items: Sequence[Item],
+        least_s: Sequence[float],
+        bounded: Bounded,
+        hand: Hand | None = None,
+    ) -> None:
+        self._bounded, self._hand = bounded, hand
         self._floors = dict(zip(items, least_s, strict=True))
         self._place = {item: index for index, item in enumerate(items)}
         self._open = sorted(items, key=lambda item: -self._floors[item])
         """Not looked at yet, the least floor last."""
         self._ready: list[tuple[float, int, Pair]] = []
         self.given = 0
-        self._look(0.0)
+        if hand is None:
+            # Else what does not fit is handed on, which a search is not ready for before it has all queues.
+            self._look(0.0)
 
     def __len__(self) -> int:
         """Items that are not known not to fit."""
@@ -77,9 +90,13 @@ class Queue:
         if not count:
             return
         batch = sorted(self._open[-count:], key=self._place.__getitem__)
-        for bound, item in self._bounded(batch):
+        pairs = self._bounded(batch)
+        for bound, item in pairs:
             entry = bound.value_s, self._place[item], (bound, item)
             insort(self._ready, entry, lo=self.given, key=lambda entry: entry[:2])
+        if self._hand is not None:
+            fit = {item for _, item in pairs}
+            self._hand([(self._floors[item], item) for item in batch if item not in fit])
         # Not before: what ends the search in between leaves them open.
         del self._open[-count:]
 
@@ -130,6 +147,8 @@ class Queue:
 
 class HandedQueue(Queue):
     """Shapes that did not fit in a faster way of execution, as they are found."""
+
+    patience = PATIENCE
 
     def __init__(self, bounded: Bounded) -> None:
         super().__init__([], [], bounded)
@@ -237,12 +256,9 @@ class Orders:
     def next(self, limit_s: float) -> tuple[int, Pair] | None:
         """The next item whose bound is below a limit, and which way it is of."""
         for level, queues in enumerate(self._levels):
-            least: int | None = None
-            least_s = limit_s
-            for way, queue in enumerate(queues):
-                pair = queue.head(least_s, limit_s)
-                if pair is not None:
-                    least, least_s = way, pair[0].value_s
+            least = self._least(queues, limit_s)
+            if least is None:
+                least = self._least(queues, limit_s, patient=False)
             if least is not None:
                 self._level = level
                 pair = queues[least].next(limit_s)
@@ -250,6 +266,17 @@ class Orders:
                 return least, pair
         self._level = len(self._levels)
         return None
+
+    @staticmethod
+    def _least(queues: Sequence[Queue], limit_s: float, *, patient: bool = True) -> int | None:
+        """Which queue has the next item below a limit; patient ones only where it is far below others'."""
+        least: int | None = None
+        least_s = limit_s
+        for way, queue in enumerate(queues):
+            pair = queue.head(least_s / queue.patience if patient else least_s, limit_s)
+            if pair is not None:
+                least, least_s = way, pair[0].value_s
+        return least
 
     def tell(self, progress: Callable[[int, int, float], None], solved: int, best_s: float) -> None:
         """How many items were given or passed over, of how many: when there is a better plan, and else as
@@ -287,10 +314,6 @@ class Orders:
 def _of_shapes(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
     fit = possible_of(question, [item for item in items if isinstance(item, EqualPipeline)])
     return list(zip(shape_bounds(question, fit), fit, strict=True))
-
-
-Hand = Callable[[Sequence[tuple[float, Item]]], None]
-"""What does not fit with nothing run again, and seconds that no plan of it beats."""
 
 
 Bounds = dict[EqualPipeline, EqualBound]
@@ -377,9 +400,11 @@ def no_items(items: Sequence[Item]) -> list[Pair]:
 
 
 def bounded_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand | None = None) -> Bounded:
-    """Bounds of shapes of models with experts; `hand` takes what does not fit with nothing run again."""
+    """Bounds of shapes; of models with experts `hand` takes what does not fit with nothing run again."""
     if len(question.evaluator.job.model.kinds) > 1:
         return partial(_of_kinds, question)
+    if question.evaluator.job.model.routed is None:
+        return partial(_of_shapes, question)
     return partial(_of_alike, question, {} if bounds is None else bounds, hand)
 
 
@@ -389,8 +414,9 @@ def ordered(
     mixed: Sequence[MixedFamily],
     known: KnownBounds,
     layers: LayerFloors,
+    hand: Hand | None = None,
 ) -> Order:
-    """All of these that may fit."""
+    """All of these that may fit; `hand` takes shapes that do not."""
     if question.evaluator.groups:
         bounded = partial(_of_groups, question)
         return Order(Queue(pipelines, [0.0] * len(pipelines), bounded), Queue([], [], bounded))
@@ -402,7 +428,8 @@ def ordered(
         fit = [item for item in items if isinstance(item, MixedFamily)]
         return list(zip(mixture_bounds(question, fit), fit, strict=True))
 
-    equal = Queue(pipelines, _least_s(question, pipelines, known, layers), partial(_of_shapes, question))
+    least_s = _least_s(question, pipelines, known, layers)
+    equal = Queue(pipelines, least_s, partial(_of_shapes, question), hand)
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))

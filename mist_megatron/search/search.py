@@ -258,7 +258,7 @@ class _Run:
                 items += sum(map(way.keeps, (shape for shape, _ in spread)))
                 continue
             equal, mixed = made.equal(place), made.mixed(place)
-            orders.append(ordered(question, equal, mixed, known, layers))
+            orders.append(ordered(question, equal, mixed, known, layers, self._hand_from(place)))
             known.append(orders[-1].known(question))
             items += len(equal) + len(mixed)
         if not items:

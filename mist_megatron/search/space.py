@@ -73,7 +73,7 @@ class Space:
     shared_expert_overlap: bool = False
     """... and shared experts compute beside that, where the job leaves it open."""
     cuda_graphs: bool = False
-    """Whether graphs may replay layers of mixtures."""
+    """Whether graphs may replay layers, where the job leaves it open."""
     tp_comm_overlap: bool = False
     """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
     optimizer_instances: bool = False
@@ -364,7 +364,7 @@ LIMIT_KEYS = (
     "instances",
 )
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
-"""Switches of execution of mixtures."""
+"""Switches of execution of mixtures, and graphs of dense layers."""
 OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp", "outer_sharding")
 """Switches of how a job is executed."""
 SAID = ("fused_cross_entropy", "delayed_weight_grad")

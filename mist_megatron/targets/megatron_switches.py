@@ -3,11 +3,12 @@ narrow optimizer states. Sources as in megatron_rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mist_megatron.spec.catalogue import BLACKWELL
-from mist_megatron.spec.kinds import BLACKWELL_RECIPES, Quantization
+from mist_megatron.spec.kinds import BLACKWELL_RECIPES, GraphModule, Quantization
 from mist_megatron.spec.plan import Execution, Plan
+from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.megatron_offload import offload_rules
 
 
@@ -125,6 +126,16 @@ def _shared_overlap(plan: Plan) -> Iterator[str]:
             yield f"execution.shared_expert_overlap: {why}"
 
 
+_OF_GRAPHS: tuple[tuple[GraphModule, Module], ...] = (("attn", "core_attn"), ("mlp", "mlp"), ("moe", "moe"))
+"""Modules that drop out, and the graphs that hold them."""
+
+
+def draws_again(graphs: Sequence[GraphModule], modules: Sequence[str]) -> bool:
+    """Whether modules that drop out run again in graphs, which take no random numbers then (TC:2547-2567)."""
+    whole = {"layer", "full_iteration"} & {*graphs}
+    return any(module in modules and (whole or graph in graphs) for graph, module in _OF_GRAPHS)
+
+
 def _graphs(plan: Plan) -> Iterator[str]:
     graphs, experts = plan.execution.cuda_graphs or (), plan.model.routed
     if not graphs:
@@ -153,6 +164,9 @@ def _graphs(plan: Plan) -> Iterator[str]:
         ),
         "of moe_router excludes moe among recompute_modules (TC:2534)": (
             "moe_router" in graphs and "moe" in _modules(plan)
+        ),
+        "of what drops out excludes it among recompute_modules (TC:2547-2567)": (
+            plan.training.dropout > 0.0 and draws_again(graphs, _modules(plan))
         ),
     }
     for why, applies in broken.items():

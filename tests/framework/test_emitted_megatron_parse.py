@@ -339,6 +339,14 @@ WRONG = [
     ("--max-position-embeddings 128", ""),
     ("--num-attention-heads 15", ""),
     ("--fp16", ""),
+    ("--cuda-graph-impl transformer_engine", ""),
+    ("--cuda-graph-impl transformer_engine --recompute-granularity selective", ""),
+    (
+        "--cuda-graph-impl transformer_engine --recompute-granularity full --recompute-method block "
+        "--recompute-num-layers 1",
+        "",
+    ),
+    ("--cuda-graph-impl full_iteration", ""),
     ("--cpu-offloading-num-layers 2", ""),
     ("--data-parallel-sharding-strategy optim", ""),
     ("--checkpoint-activations", ""),
@@ -444,6 +452,20 @@ def test_modules_that_are_run_again_are_those_that_were_chosen() -> None:
     )
     assert parsed.config.recompute_granularity == "selective"
     assert parsed.config.recompute_modules == ["mlp"]
+
+
+@pytest.mark.parametrize(("graphs", "impl"), [("layer", "transformer_engine"), ("full_iteration",) * 2])
+def test_graphs_of_dense_layers_are_taken_by_the_parser(graphs: str, impl: str) -> None:
+    """An empty list of modules is all of a layer."""
+    plan = make(presets.PRESETS["llama2-7b"], (2, 2, 2, 1), "none", (0.0, 0.0), target="megatron", number=0)
+    plan = replace(plan, execution=replace(plan.execution, cuda_graphs=(graphs,)))
+    assert not violations(plan)
+    argv = megatron_parser.rank_arguments(plan, 0)
+    parsed = megatron_parser.parse(
+        argv + USER_ARGS.split(), world=plan.gpus, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    )
+    assert (parsed.config.cuda_graph_impl, parsed.config.cuda_graph_modules) == (impl, [])
+    assert parsed.args.check_for_nan_in_loss_and_grad == (graphs == "layer")
 
 
 def test_bridge_names_the_attention_backend_that_megatron_has() -> None:

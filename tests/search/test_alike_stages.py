@@ -18,10 +18,11 @@ from mist_megatron.cost.predict import predict
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.frameworks.megatron.write import require_emittable
 from mist_megatron.search.execution import execution_choices
-from mist_megatron.search.search import SearchResult, Settings, Way, search, search_ways
+from mist_megatron.search.search import SearchResult, Settings, search, search_ways
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.search.splits import chunk_counts
+from mist_megatron.search.ways import ways_of
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
@@ -46,10 +47,8 @@ def random_job(seed: int) -> Job:
 
 
 def searched(job: Job, limits: Limits | None = None) -> SearchResult | None:
-    ways = [
-        Way(evaluator=evaluator_of(choice.job), limits=choice.limits, keeps=choice.keeps, mixes=choice.mixes)
-        for choice in execution_choices(job, SPACE, limits or Limits())
-    ]
+    choices = execution_choices(job, SPACE, limits or Limits())
+    ways = ways_of(choices, lambda choice: evaluator_of(choice.job))
     try:
         return search_ways(ways, SPACE, Settings(step=1.0))
     except NoFeasiblePlan:
@@ -75,7 +74,7 @@ def meshes(job: Job) -> Iterator[tuple[int, int, int, int]]:
 
 
 def executions(cp: int, tp: int, *, sliced: bool) -> Iterator[Execution]:
-    for overlap, gather in itertools.product((False, True), repeat=2):
+    for overlap, gather, graphs in itertools.product((False, True), (False, True), (None, ("layer",))):
         if not overlap or (sliced and tp > 1):
             yield Execution(
                 context_parallel=cp,
@@ -83,6 +82,7 @@ def executions(cp: int, tp: int, *, sliced: bool) -> Iterator[Execution]:
                 overlap_param_gather=gather or None,
                 tp_comm_overlap=overlap or None,
                 fused_cross_entropy=True,
+                cuda_graphs=graphs,
             )
 
 

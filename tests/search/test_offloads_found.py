@@ -22,6 +22,7 @@ from mist_megatron.cost.predict import predict
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.search.execution import execution_choices
+from mist_megatron.search.graphs import LAYERS
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.mixtures import module_sets
 from mist_megatron.search.offloads import DENSE, mixture_sets
@@ -72,7 +73,8 @@ def random_job(seed: int) -> Job:
         training=TrainingSpec(global_batch=4, seq_len=int(rng.choice([8192, 16384]))),
         cluster=replace(cluster, memory_limit_bytes=limit, host_memory_bytes=host),
         target="megatron",
-        execution=Execution(shared_expert_overlap=False),
+        # Graphs of dense layers gain more than what leaves.
+        execution=Execution(shared_expert_overlap=False, cuda_graphs=None if seed % 4 else ()),
     )
 
 
@@ -99,8 +101,13 @@ def executions(job: Job) -> Iterator[tuple[Execution, bool]]:
     said = replace(job.execution, overlap_grad_reduce=True, fused_cross_entropy=True)
     gathered = [replace(said, overlap_param_gather=beside) for beside in (None, True)]
     if job.model.routed is None:
-        for each in gathered:
-            yield from ((replace(each, offload_modules=sent), False) for sent in (None, *DENSE))
+        free = job.execution.cuda_graphs is None
+        replayed = [replace(each, cuda_graphs=LAYERS) for each in gathered if free]
+        yield from ((each, False) for each in replayed)
+        yield from (
+            (replace(each, offload_modules=sent), False) for each in gathered for sent in (None, *DENSE)
+        )
+        for each in (*gathered, *replayed):
             yield from ((replace(each, recompute_modules=modules), True) for modules in (None, ("mlp",)))
         return
     for each, (ep, etp) in itertools.product(gathered, [(1, 1), (2, 1), (1, 2)]):

@@ -47,8 +47,9 @@ def every_plan(job):
         nodes = max(1, gpus // pp // per_node)
         mesh = {"nodes": nodes, "gpus_per_node": gpus // pp // nodes}
         stage = StagePlan(layers=job.model.layers // pp, dp=dp, tp=tp, micro_batch=micro_batch, **mesh)
-        switches = itertools.product((0, 1), (False, True), (False, True), (False, True), EXCHANGES)
-        for zero, sequence, beside, gathers, (exchange, inner) in switches:
+        on_off = (False, True)
+        switches = itertools.product((0, 1), on_off, on_off, on_off, EXCHANGES, (None, ("layer",)))
+        for zero, sequence, beside, gathers, (exchange, inner), graphs in switches:
             if inner is not None and inner >= cp:
                 continue
             plan = Plan(
@@ -68,6 +69,7 @@ def every_plan(job):
                     overlap_grad_reduce=True,
                     overlap_param_gather=gathers,
                     fused_cross_entropy=True,
+                    cuda_graphs=graphs,
                 ),
             )
             if not violations(plan) and not (beside and tp > per_node):

@@ -105,6 +105,7 @@ def lint_megatron(
         for rule in (
             _removed,
             _recompute,
+            _graphs,
             _offload,
             _sharding,
             _parallel,
@@ -247,6 +248,14 @@ def _recompute(read: Reader) -> Iterator[Finding]:
             yield _say("ignored", "recompute-num-layers", f"{asked} is accepted for a stage of {most} layers")
     if read.has("distribute-saved-activations") and (kind != WHOLE_LAYERS or read.has("sequence-parallel")):
         yield _say("rejected", "distribute-saved-activations", "needs full recomputation, TP > 1, no SP")
+
+
+def _graphs(read: Reader) -> Iterator[Finding]:
+    impl = read.word("cuda-graph-impl") or "none"
+    if impl == "full_iteration" and not read.has("no-check-for-nan-in-loss-and-grad"):
+        yield _say("rejected", "cuda-graph-impl", "full_iteration needs --no-check-for-nan-in-loss-and-grad")
+    if impl in ("local", "transformer_engine") and read.word("recompute-granularity") == WHOLE_LAYERS:
+        yield _say("rejected", "cuda-graph-impl", f"{impl} excludes recomputation of layers (TC:2524)")
 
 
 def _offload(read: Reader) -> Iterator[Finding]:
