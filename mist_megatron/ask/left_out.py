@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mist_megatron.search.execution import contexts, sizes_in_turn
+from mist_megatron.search.execution import contexts
 from mist_megatron.search.graphs import searches_graphs
 from mist_megatron.search.offloads import is_open
 from mist_megatron.search.search import Settings
@@ -171,13 +171,6 @@ def _delayed(tuned: Proved) -> str:
     return "weights' gradients with all others" if able else ""
 
 
-def _sharded(tuned: Proved) -> str:
-    able = tuned.space.megatron_fsdp and "megatron_fsdp" in TARGETS[tuned.job.target].capability.switches
-    if able and sizes_in_turn(tuned.job.model):
-        return "Megatron-FSDP of layers of unlike sizes only where --fix asks for it"
-    return ""
-
-
 def _outer(tuned: Proved) -> str:
     searched = tuned.space.optimizer_instances and tuned.space.megatron_fsdp and tuned.job.cluster.nodes > 1
     able = searched and "outer_sharding" in TARGETS[tuned.job.target].capability.switches
@@ -239,7 +232,6 @@ LEFT_OUT = (
         told="weights and states of models with experts in host memory",
         words=_of_experts("no weights or states are in host memory"),
     ),
-    LeftOut(told="Megatron-FSDP of layers of unlike sizes in turn (hybrids)", words=_sharded),
     LeftOut(
         keys=("delayed_weight_grad",),
         told="weights' gradients that are made later than the others (`--delay-wgrad-compute`), unless "

@@ -18,7 +18,7 @@ Every term is `fixed + layers * per_layer + ckpt * per_ckpt`, so a search can pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from mist_megatron.cost.edges import (
 )
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.last_reductions import counted_apart, last_reductions
+from mist_megatron.cost.neighbours import LayerRun, among_others, of_phases, usually_among
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -58,43 +59,6 @@ from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapp
 from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.term import Term
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the four passes of one kind of layer expose."""
-
-    forward: Phase
-    backward: Phase
-    first: Phase
-    last: Phase
-    layer: LayerWork
-
-    @property
-    def tensor_s(self) -> Array:
-        """Collectives of layers that stop compute, forward and backward together."""
-        return self.layer.forward.tensor_s + self.layer.backward.tensor_s
-
-    @property
-    def sent_s(self) -> Array:
-        """Tokens on their way to experts and back."""
-        return self.layer.forward.sent_s + self.layer.backward.sent_s
-
-    @property
-    def others_s(self) -> Array:
-        """Tensor-parallel collectives alone."""
-        return self.tensor_s - self.sent_s if np.any(self.sent_s) else self.tensor_s
-
-    @property
-    def blocking_s(self) -> Array:
-        """Data-parallel collectives that do."""
-        forward, backward = self.layer.forward, self.layer.backward
-        return forward.blocking_gather_s + backward.blocking_gather_s + backward.blocking_reduce_s
-
-    @property
-    def gather_before_s(self) -> Array:
-        """Weights that the first pass waits for besides."""
-        return self.layer.first.blocking_gather_s - self.layer.forward.blocking_gather_s
 
 
 def closed_form(work: StageWork) -> StageTerms:
@@ -190,7 +154,7 @@ def _block_terms(
         add_term(delta, Term.GRADIENT_ACCUMULATION, of_kind(place, -added_s))
 
 
-def _arrivals(forward: _Way, backward: _Way, kept: _Run, whole: _Run) -> Linear:
+def _arrivals(forward: _Way, backward: _Way, kept: LayerRun, whole: LayerRun) -> Linear:
     """What passes wait for before their first layer."""
     if forward.runs_begun == backward.runs_begun:
         both = [run.forward.alone_s + run.backward.alone_s for run in (kept, whole)]
@@ -238,22 +202,22 @@ def _edge_terms(
         add_term(delta, Term.GRADIENT_ACCUMULATION, Linear(-layer.accumulate_s))
 
 
-def _gathered(work: StageWork, layer: LayerWork, run: _Run) -> _Run:
+def _gathered(work: StageWork, layer: LayerWork, run: LayerRun) -> LayerRun:
     """An edge whose weights come in for every pass, or for the first, and those of the layer next to it,
     where they do."""
     grid, factors, host_s = work.grid, work.context.interference, work.host_s / (2 * work.grid.vpp)
     last = layer is work.head
     place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
     block = work.blocks[place]
+    usual = [usually_among(work, place, one) for one in (block.kept, block.recomputed)]
     if last:
-        kept, whole = (head_waits(layer, one, host_s, factors) for one in (block.kept, block.recomputed))
+        kept, whole = (head_waits(layer, one, host_s, factors) for one in usual)
     else:
         # Backward passes come to that block's layers from the next run of layers, or from the head.
         following = work.blocks[1].kept if work.resharding_s and len(work.blocks) > 1 else work.head
         left_s = ZERO if following is None else following.backward.reduce_s
-        kept, whole = (
-            embedding_waits(layer, one, host_s, factors, left_s) for one in (block.kept, block.recomputed)
-        )
+        own_s = block.kept.backward.reduce_s
+        kept, whole = (embedding_waits(layer, one, host_s, factors, left_s, own_s) for one in usual)
     each = (layer.forward.gather_s > 0.0) & (block.kept.forward.gather_s > 0.0)
     once = layer.first.gather_s > 0.0
     reduces = (layer.backward.reduce_s > 0.0) & (block.kept.backward.reduce_s > 0.0)
@@ -281,37 +245,33 @@ def _followed(work: StageWork) -> bool:
     return not work.context.recomputes_first_layers
 
 
-def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tuple[_Run, _Run]:
+def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tuple[LayerRun, LayerRun]:
     """Layers of the kind at that place, kept and recomputed."""
     block = gathered_apart(work, place)
     kept, followed = block.kept, _followed(work)
     ends = begun_with(work, place, kept, followed=followed)
-    run = _run(work, kept, ends, between, followed)
     others = [
         (share, _run(work, other, ends, between, followed))
         for share, other in copies_beside(work, place, kept)
     ]
-    run = _averaged(run, others) if others else run
-    if block.recomputed is kept:
+    if others:
+        run = _averaged(_run(work, kept, ends, between, followed), others)
+    else:
+        run = among_others(work, place, kept, lambda one: _run(work, one, ends, between, followed))
+    whole = block.recomputed
+    if whole is kept:
         return run, run
-    return run, _run(work, block.recomputed, block.recomputed, between, followed)
+    return run, among_others(work, place, whole, lambda one: _run(work, one, whole, between, followed))
 
 
-def _averaged(run: _Run, others: Sequence[tuple[float, _Run]]) -> _Run:
+def _averaged(run: LayerRun, others: Sequence[tuple[float, LayerRun]]) -> LayerRun:
     """Passes of layers beside which such shares of others' copies run."""
-    return _of_phases(run, lambda name: averaged(name(run), [(share, name(one)) for share, one in others]))
-
-
-def _of_phases(run: _Run, each: Callable[[Callable[[_Run], Phase]], Phase]) -> _Run:
-    """With each of its four passes another one."""
-    forward, backward = each(lambda one: one.forward), each(lambda one: one.backward)
-    first, last = each(lambda one: one.first), each(lambda one: one.last)
-    return replace(run, forward=forward, backward=backward, first=first, last=last)
+    return of_phases(run, lambda name: averaged(name(run), [(share, name(one)) for share, one in others]))
 
 
 def _run(
     work: StageWork, layer: LayerWork, ends: LayerWork, between: tuple[Between, Between], followed: bool
-) -> _Run:
+) -> LayerRun:
     """The four passes of one kind of layer; `ends` is what the first layer of a backward pass waits for."""
     factors, facts, role = work.context.interference, work.context.facts, work.grid.role
     step_s, step_out_s = layer.traffic.step_compute_s, layer.traffic.step_out_s
@@ -336,7 +296,7 @@ def _run(
     ending = replace(last, copy_out_s=ZERO) if facts.host_copies.states_visit else last
     departing_s = into_backward + departure_s(ending, factors)
     last_backward = phase(last, factors, layer.accumulate_s, departing_s)
-    return _Run(forward, backward, first, last_backward, layer)
+    return LayerRun(forward, backward, first, last_backward, layer)
 
 
 def _ahead(work: StageWork) -> bool:
@@ -394,7 +354,7 @@ def _refinement(work: StageWork, place: int) -> Refinement:
     def seconds(way: _Way, one: Phase, other: Phase) -> Array:
         return (way.exposed(one, other) + way.begun(alone * one.alone_s, alone * other.alone_s)).at(grid)
 
-    def more(run: _Run) -> Array:
+    def more(run: LayerRun) -> Array:
         ends = ((run.first, run.forward), (whole.first, whole.forward))
         last = ((run.last, run.backward), (whole.last, whole.backward))
         return (forward.beyond(*ends) + backward.beyond(*last)).at(grid)
@@ -416,12 +376,12 @@ def _refinement(work: StageWork, place: int) -> Refinement:
     )
 
 
-def _chosen(where: Array, one: _Run, other: _Run) -> _Run:
+def _chosen(where: Array, one: LayerRun, other: LayerRun) -> LayerRun:
     """Passes of one run on some rows, of another on the others."""
-    return _of_phases(other, lambda name: chosen(where, name(one), name(other)))
+    return of_phases(other, lambda name: chosen(where, name(one), name(other)))
 
 
-def _late(work: StageWork, place: int, kept: _Run, whole: _Run) -> tuple[Array, Array, Array, Array]:
+def _late(work: StageWork, place: int, kept: LayerRun, whole: LayerRun) -> tuple[Array, Array, Array, Array]:
     """The last four of a refinement."""
     grid, factors, passes, traffic = work.grid, work.context.interference, kept.layer, kept.layer.traffic
     states_s, saved_s = traffic.step_out_s, passes.forward.copy_out_s

@@ -56,17 +56,24 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
 
 
 def embedding_waits(
-    embedding: LayerWork, layer: LayerWork, host_s: Array, factors: Array, left_s: Array = ZERO
+    embedding: LayerWork,
+    layer: LayerWork,
+    host_s: Array,
+    factors: Array,
+    left_s: Array = ZERO,
+    own_s: Array | None = None,
 ) -> EdgeWaits:
-    """`layer` comes after the embedding; `left_s` is what leaves beside the first of such layers that a
-    backward pass comes to. Where that is nothing, one layer's gradients fewer leave beside them than there
-    are layers: those of the last one leave beside the embedding."""
+    """`layer` comes after the embedding, with what its neighbours gather and reduce beside it; what it makes
+    itself (`own_s`, if that differs) leaves beside the embedding. `left_s` is what leaves beside the first of
+    such layers that a backward pass comes to. Where that is nothing, one layer's gradients fewer leave beside
+    them than there are layers: those of the last one leave beside the embedding."""
 
     def back(beside: PassWork, own: PassWork) -> Array:
         added_s = layer.accumulate_s
         without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), added_s, factors)
         arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
-        leaving = overlapped_time((own.compute_s, beside.reduce_s, ZERO, beside.copy_out_s), factors)
+        leaves_s = beside.reduce_s if own_s is None else own_s
+        leaving = overlapped_time((own.compute_s, leaves_s, ZERO, beside.copy_out_s), factors)
         quiet = beside.gather_s, beside.copy_in_s, beside.copy_out_s
         usual = beside.gather_s + beside.reduce_s, beside.copy_in_s, beside.copy_out_s
         fewer_s = _together(beside, usual, added_s, factors) - _together(beside, quiet, added_s, factors)

@@ -11,11 +11,13 @@ What follows reductions of every pass comes beside these, and holds up what they
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.neighbours import takes_turns
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import COMPUTE, GPU_GPU, overlapped_time
@@ -50,12 +52,13 @@ def last_reductions(work: StageWork) -> Linear:
         own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
         left_s = np.maximum(_at_end_s(work, place) - own_s, 0.0)
         spare_s = spare_s + grid.by_kind[place].layers * np.where(_joins(block.kept), 0.0, left_s)
-    for place in range(len(blocks) - 1) if work.resharding_s else ():
-        # Runs of layers are behind each other: those of the first of a run leave beside another run.
-        compute_s = _at_end_s(work, place)
-        more_s = beside_s(compute_s, blocks[place + 1]) - beside_s(compute_s, blocks[place])
-        added = added + Linear(more_s)
     first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
+    joins = any(np.any(_joins(block.kept)) for block in work.blocks)
+    if takes_turns(work) and first >= 0 and last >= 0 and not joins:
+        queued_s, spare_s = _queued_s(work, blocks, (first, last), beside_s)
+        added = added + Linear(queued_s - added.at(grid))
+    elif len(blocks) > 1 and not joins:
+        added = added + Linear(_at_borders_s(work, blocks, beside_s))
     if last >= 0:
         compute_s, kept = _at_end_s(work, last), work.blocks[last].kept
         before_s, behind_s = _usual_s(kept, kept), _usual_s(kept, work.head)
@@ -82,6 +85,42 @@ def last_reductions(work: StageWork) -> Linear:
             # Counted as leaving when nothing else runs.
             added = added + Linear(np.where(edges[1] > 0.0, beside_s(beside, leaves_s) - leaves_s, 0.0))
     return added
+
+
+def _at_borders_s(
+    work: StageWork, blocks: Sequence[Array], beside_s: Callable[[Array, Array], Array]
+) -> Array:
+    """Of runs of layers behind each other: gradients of the first layer of a run leave beside the run
+    before it, to which the passes come next."""
+    more_s, leaving_s, begun = ZERO, ZERO, np.zeros((), dtype=bool)
+    for place in reversed(range(len(blocks))):
+        here = work.grid.by_kind[place].layers > 0.0
+        compute_s = _at_end_s(work, place)
+        beyond_s = beside_s(compute_s, leaving_s) - beside_s(compute_s, blocks[place])
+        more_s = more_s + np.where(here & begun, beyond_s, 0.0)
+        leaving_s, begun = np.where(here, blocks[place], leaving_s), here | begun
+    return more_s
+
+
+def _queued_s(
+    work: StageWork,
+    blocks: Sequence[Array],
+    ends: tuple[int, int],
+    beside_s: Callable[[Array, Array], Array],
+) -> tuple[Array, Array]:
+    """Of kinds of layers in turn, all layers: what one takes longer than the layer beside it hides behind
+    others. As told of layers that are alike, with a layer of the last kind beside its own; and what they
+    leave of their time."""
+    compute_s, reduce_s = ZERO, ZERO
+    for block, each_s, count in zip(work.blocks, blocks, work.grid.by_kind, strict=True):
+        kept = count.layers - count.ckpt
+        compute_s = compute_s + kept * _compute_s(block.kept) + count.ckpt * _compute_s(block.recomputed)
+        reduce_s = reduce_s + count.layers * each_s
+    first, last = ends
+    last_s = _at_end_s(work, last)
+    compute_s, reduce_s = np.maximum(compute_s - last_s, 0.0), np.maximum(reduce_s - blocks[first], 0.0)
+    spare_s = np.maximum(compute_s - reduce_s, 0.0) + np.maximum(last_s - blocks[last], 0.0)
+    return beside_s(compute_s, reduce_s) + beside_s(last_s, blocks[last]), spare_s
 
 
 def _behind_head_s(work: StageWork, place: int, head_s: Array, held_s: Array) -> Array:

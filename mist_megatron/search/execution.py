@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from mist_megatron.errors import InputError
@@ -22,7 +21,6 @@ from mist_megatron.search.said import with_said
 from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, SAID, Limits, Space, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
-from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.megatron_rules import head_ranks, no_context, shares_heads
@@ -333,16 +331,6 @@ def _powers_of_two(job: Job) -> Iterator[int]:
         yield cp
 
 
-def _asks_for_fsdp(limits: Limits) -> bool:
-    return bool(limits.fixed.get("megatron_fsdp")) or limits.fixed.get("zero", 0) > 1
-
-
-def sizes_in_turn(model: ModelSpec) -> bool:
-    """Whether layers of unlike sizes come in turn, as in hybrids: a few at the begin are no matter."""
-    sizes = [model.kinds[place].block_parameters for place in model.kind_of_layer]
-    return sum(one != other for one, other in pairwise(sizes)) > 1
-
-
 def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) -> bool:
     said, execution = job.execution, variant.execution
     if variant.one_stage and not limits.allows("pp", 1):
@@ -351,8 +339,6 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         return space.decoupled_step and "decoupled_step" not in limits.forbidden
     if execution.megatron_fsdp and not said.megatron_fsdp:
         able = "megatron_fsdp" in TARGETS[job.target].capability.switches and space.megatron_fsdp
-        # A layer's weights come in beside a smaller one: the events tell Nemotron 3 Nano as 9 % slower.
-        able = able and (_asks_for_fsdp(limits) or not sizes_in_turn(job.model))
         asked = any(limits.fixed.get(name) for name in EXPERT_SWITCHES if name in FSDP_EXCLUDES)
         if not able or asked or {"megatron_fsdp", "overlap_param_gather"} & limits.forbidden:
             return False

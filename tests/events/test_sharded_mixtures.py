@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from plans_to_play import evaluator_of
@@ -17,15 +18,17 @@ from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "moonlight-16b-a3b", "gpt-oss-20b")
+IN_TURN = ("nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b")
+"""Kinds of layers in turn: beside one arrives what another needs."""
 GPUS = ("h100-sxm-80gb", "a100-sxm-80gb", "gb200-186gb", "l4-24gb", "b200-sxm-180gb")
 EACH = 12
 """Plans of each level; of 100 drawn with another seed the furthest were 3.2 % off at level 1, 2.2 at level 2
 and 1.4 at level 3."""
 
 
-def random_plan(rng: random.Random, zero: int) -> Plan | None:
+def random_plan(rng: random.Random, zero: int, models: Sequence[str] = MODELS) -> Plan | None:
     """None where the draw does not come out even."""
-    model, kind, nodes = PRESETS[rng.choice(MODELS)], rng.choice(GPUS), rng.choice((1, 2, 4, 8))
+    model, kind, nodes = PRESETS[rng.choice(models)], rng.choice(GPUS), rng.choice((1, 2, 4, 8))
     wide = 4 if kind == "gb200-186gb" else 8
     tp, cp = rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
     dp = nodes * wide // tp // cp
@@ -76,3 +79,17 @@ def test_closed_form_is_near_the_events(zero: int) -> None:
         played += 1
         run = simulate(plan, evaluator_of(plan))
         assert run.closed_form_s == pytest.approx(run.iteration_s, rel=0.03), plan
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_layers_in_turn_have_their_neighbours_traffic_beside_them(zero: int) -> None:
+    """Of 120 drawn with another seed the furthest was 0.5 % off; with each layer beside its own traffic
+    Nemotron was told up to 9 % quicker than it is played."""
+    rng, played = random.Random(12), 0
+    while played < 5:
+        plan = random_plan(rng, zero, IN_TURN)
+        if plan is None or violations(plan):
+            continue
+        played += 1
+        run = simulate(plan, evaluator_of(plan))
+        assert run.closed_form_s == pytest.approx(run.iteration_s, rel=0.006), plan

@@ -1,0 +1,115 @@
+"""What passes over one kind of layer expose, where layers of other kinds come between.
+
+While a layer computes, what the next one needs comes in, and what the one before made leaves. Where all
+layers are alike that is what a layer itself needs and makes; where kinds come in turn it is its neighbours'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mist_megatron.cost.phases import Phase
+from mist_megatron.cost.terms import ZERO
+from mist_megatron.cost.work import LayerWork, StageWork
+from mist_megatron.price.prices import Array
+from mist_megatron.spec.turns import Neighbours, neighbours_of
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What the four passes of one kind of layer expose."""
+
+    forward: Phase
+    backward: Phase
+    first: Phase
+    last: Phase
+    layer: LayerWork
+
+    @property
+    def tensor_s(self) -> Array:
+        """Collectives of layers that stop compute, forward and backward together."""
+        return self.layer.forward.tensor_s + self.layer.backward.tensor_s
+
+    @property
+    def sent_s(self) -> Array:
+        """Tokens on their way to experts and back."""
+        return self.layer.forward.sent_s + self.layer.backward.sent_s
+
+    @property
+    def others_s(self) -> Array:
+        """Tensor-parallel collectives alone."""
+        return self.tensor_s - self.sent_s if np.any(self.sent_s) else self.tensor_s
+
+    @property
+    def blocking_s(self) -> Array:
+        """Data-parallel collectives that do."""
+        forward, backward = self.layer.forward, self.layer.backward
+        return forward.blocking_gather_s + backward.blocking_gather_s + backward.blocking_reduce_s
+
+    @property
+    def gather_before_s(self) -> Array:
+        """Weights that the first pass waits for besides."""
+        return self.layer.first.blocking_gather_s - self.layer.forward.blocking_gather_s
+
+
+def of_phases(run: LayerRun, each: Callable[[Callable[[LayerRun], Phase]], Phase]) -> LayerRun:
+    """With each of its four passes another one."""
+    forward, backward = each(lambda one: one.forward), each(lambda one: one.backward)
+    first, last = each(lambda one: one.first), each(lambda one: one.last)
+    return replace(run, forward=forward, backward=backward, first=first, last=last)
+
+
+def among_others(
+    work: StageWork, place: int, layer: LayerWork, run_of: Callable[[LayerWork], LayerRun]
+) -> LayerRun:
+    """Of the kind at that place, with its neighbours' traffic beside what is inside a run of layers."""
+    own = run_of(layer)
+    found = neighbours_of(work.context.kind_of_layer)[place] if takes_turns(work) else ()
+    if not found or not _gathers_or_reduces(work):
+        return own
+    each = [(near.share, run_of(_between(work, near, layer))) for near in found]
+    most = max(each, key=lambda one: one[0])[1]
+
+    def mean(of: Callable[[LayerRun], Phase]) -> Phase:
+        inside_s = sum((share * of(run).inside_s for share, run in each), start=ZERO)
+        return replace(of(own), inside_s=inside_s, last_s=of(most).last_s)
+
+    return of_phases(own, mean)
+
+
+def usually_among(work: StageWork, place: int, layer: LayerWork) -> LayerWork:
+    """A layer of the kind at that place as `among_others` has most of them."""
+    found = neighbours_of(work.context.kind_of_layer)[place] if takes_turns(work) else ()
+    return _between(work, max(found, key=lambda near: near.share), layer) if found else layer
+
+
+def takes_turns(work: StageWork) -> bool:
+    """Whether kinds of layers come in turn in the stage."""
+    several = not work.resharding_s and len(work.grid.counts) > 1
+    return several and bool(neighbours_of(work.context.kind_of_layer))
+
+
+def _gathers_or_reduces(work: StageWork) -> bool:
+    passes = [
+        one for block in work.blocks for one in (block.kept.forward, block.kept.first, block.kept.backward)
+    ]
+    return any(np.any(one.gather_s) or np.any(one.reduce_s) for one in passes)
+
+
+def _between(work: StageWork, near: Neighbours, layer: LayerWork) -> LayerWork:
+    """A layer with what others gather and reduce beside it."""
+    before, after = work.blocks[near.before].kept, work.blocks[near.after].kept
+    backward = replace(layer.backward, gather_s=before.backward.gather_s, reduce_s=after.backward.reduce_s)
+    last = backward
+    if layer.last is not layer.backward:
+        last = replace(layer.last, gather_s=before.last.gather_s, reduce_s=after.last.reduce_s)
+    return replace(
+        layer,
+        forward=replace(layer.forward, gather_s=after.forward.gather_s),
+        first=replace(layer.first, gather_s=after.first.gather_s),
+        backward=backward,
+        last=last,
+    )
