@@ -36,11 +36,10 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 2
+  --micro-batch-size 1
   --global-batch-size 16
-  --tensor-model-parallel-size 2
+  --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 1
-  --sequence-parallel
   --expert-model-parallel-size 16
   --expert-tensor-parallel-size 1
   --moe-token-dispatcher-type flex
@@ -50,11 +49,13 @@ MEGATRON_ARGS=(
   --moe-shared-expert-overlap
   --hybrid-layer-pattern 'MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME'
   --use-distributed-optimizer
+  --use-megatron-fsdp
+  --data-parallel-sharding-strategy optim_grads_params
+  --megatron-fsdp-main-grads-dtype fp32
+  --suggested-communication-unit-size 200250623
+  --ckpt-format fsdp_dtensor
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
-  --tp-comm-overlap
   --cross-entropy-loss-fusion
-  --recompute-granularity selective
-  --recompute-modules layernorm moe_act
 )
