@@ -66,9 +66,8 @@ def among_others(
     work: StageWork, place: int, layer: LayerWork, run_of: Callable[[LayerWork], LayerRun]
 ) -> LayerRun:
     """Of the kind at that place, with its neighbours' traffic beside what is inside a run of layers."""
-    own = run_of(layer)
-    found = neighbours_of(work.context.kind_of_layer)[place] if takes_turns(work) else ()
-    if not found or not _gathers_or_reduces(work):
+    own, found = run_of(layer), _neighbours(work, place)
+    if not found:
         return own
     each = [(near.share, run_of(_between(work, near, layer))) for near in found]
     most = max(each, key=lambda one: one[0])[1]
@@ -82,7 +81,7 @@ def among_others(
 
 def usually_among(work: StageWork, place: int, layer: LayerWork) -> LayerWork:
     """A layer of the kind at that place as `among_others` has most of them."""
-    found = neighbours_of(work.context.kind_of_layer)[place] if takes_turns(work) else ()
+    found = _neighbours(work, place)
     return _between(work, max(found, key=lambda near: near.share), layer) if found else layer
 
 
@@ -92,11 +91,13 @@ def takes_turns(work: StageWork) -> bool:
     return several and bool(neighbours_of(work.context.kind_of_layer))
 
 
-def _gathers_or_reduces(work: StageWork) -> bool:
-    passes = [
-        one for block in work.blocks for one in (block.kept.forward, block.kept.first, block.kept.backward)
-    ]
-    return any(np.any(one.gather_s) or np.any(one.reduce_s) for one in passes)
+def _neighbours(work: StageWork, place: int) -> tuple[Neighbours, ...]:
+    """Where weights or gradients travel in every pass (Megatron-FSDP). What is gathered once, for the first
+    pass, comes in buckets of several layers: measured steps are those of layers beside their own."""
+    passes = [one for block in work.blocks for one in (block.kept.forward, block.kept.backward)]
+    if takes_turns(work) and any(np.any(one.gather_s) or np.any(one.reduce_s) for one in passes):
+        return neighbours_of(work.context.kind_of_layer)[place]
+    return ()
 
 
 def _between(work: StageWork, near: Neighbours, layer: LayerWork) -> LayerWork:
