@@ -173,6 +173,12 @@ def figures(outcome: Outcome) -> dict[str, float]:
     }
 
 
+def hold_memory() -> None:
+    """No more than MOST_BYTES beside what the process has."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, now + MOST_BYTES))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("readers", nargs="*", choices=[*READERS, []], default=[])
@@ -181,8 +187,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--record", action="store_true", help="into results/fuzz.json")
     asked = parser.parse_args()
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, now + MOST_BYTES))
+    hold_memory()
     failed = 0
     for name in asked.readers or READERS:
         begun, how = time.process_time(), "plain" if asked.plain else "guided"

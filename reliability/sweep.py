@@ -15,7 +15,6 @@ import argparse
 import copy
 import json
 import re
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -26,7 +25,7 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from fuzz import MOST_BYTES, Outcome, figures, keep, try_one
+from fuzz import Outcome, figures, hold_memory, keep, try_one
 from readers import READERS, Reader
 from report import record
 
@@ -161,8 +160,7 @@ def main() -> None:
     parser.add_argument("readers", nargs="*", choices=[*READERS, []], default=[])
     parser.add_argument("--record", action="store_true", help="into results/fuzz.json")
     asked = parser.parse_args()
-    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, now + MOST_BYTES))
+    hold_memory()
     failed = 0
     for name in asked.readers or READERS:
         outcome = sweep(READERS[name])

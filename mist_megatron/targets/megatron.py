@@ -259,7 +259,7 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             states_visit=True, last_stays=True, last_comes_early=bool(execution.offload_modules)
         ),
         instances=InstanceFacts(
-            # "For `optim`, we don't need to reduce the local un-sharded gradient" (a TODO there).
+            # "For `optim`, we don't need to reduce the local un-sharded gradient", its source says.
             joins_whole=bool(execution.megatron_fsdp),
             joint_states=bool(execution.outer_sharding),
         ),
