@@ -58,8 +58,9 @@ ROOMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("mist_megatron/ask/place.py", "mist_megatron/search/place.py", "mist_megatron/cost/placed.py",
          "mist_megatron/calibrate/links.py", "mist_megatron/calibrate/link_tables.py"),
         ("tests/ask/test_place.py", "tests/ask/test_place_gpus.py", "tests/ask/test_tune_links.py",
-         "tests/ask/test_link_draws.py", "tests/cost/test_placed.py", "tests/calibrate/test_links.py",
-         "tests/calibrate/test_join_links.py", "tests/search/test_placement_search.py"),
+         "tests/ask/test_link_draws.py", "tests/cost/test_placed.py", "tests/cost/test_placed_layouts.py",
+         "tests/calibrate/test_links.py", "tests/calibrate/test_join_links.py",
+         "tests/search/test_placement_search.py"),
     ),
     "traces": (("mist_megatron/traces", "mist_megatron/recorded"), ("tests/traces", "tests/recorded")),
 }  # fmt: skip
@@ -397,7 +398,7 @@ def failing(
     """The first test that fails, or nothing."""
     if not tests:
         return ""
-    paths = os.pathsep.join((str(checkout), str(checkout / "patches")))
+    paths = os.pathsep.join((str(checkout), str(checkout / "patches"), os.environ.get("PYTHONPATH", "")))
     named = checkout / "tests_to_run"
     named.write_text("\n".join(tests), "utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *words, f"@{named}"]

@@ -128,9 +128,10 @@ def _pairs(cells: list[list[str]], where: str, unit: str | None) -> tuple[list[F
     factor = _factor(unit or said.get(rate_at) or _unit_in(where.rsplit("/", 1)[-1]), where)
     direction = columns.index("direction") if "direction" in columns else None
     run_at = next((at for at, name in enumerate(columns) if name in _RUNS), None)
+    read = max(at for at in (sender, receiver, rate_at, direction, run_at) if at is not None)
     figures, gaps, lines = [], 0, Counter[tuple[str, str]]()
     for number, row in enumerate(cells[1:], start=2):
-        if len(row) <= max(sender, receiver, rate_at):
+        if len(row) <= read:
             raise InputError(f"{where}, row {number}: {len(row)} columns; wanted {len(header)}: cut off?")
         rate = _rate(row[rate_at], f"{where}, row {number}, {header[rate_at]}")
         if rate is None:

@@ -103,6 +103,23 @@ def test_a_slow_node_is_left_out_where_there_is_a_spare_one(placed):
     assert (without.left_out, without.kept_default) == ((), True)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_two_nodes_are_the_fewest_whose_order_matters(placed, nodes):
+    """A stage over all of them, and a spare node with the better link to the last one."""
+    head, stages = PLAN.replace("nodes: 4", f"nodes: {nodes}").split("stages:\n")
+    stage = stages.splitlines()[0].replace("layers: 12, nodes: 2", f"layers: 24, nodes: {nodes}")
+    plan = plan_from_text(f"{head}stages:\n{stage.replace('dp: 4', f'dp: {2 * nodes}')}\n".replace(
+        "grad_accum: 16", f"grad_accum: {32 // nodes}"
+    ))  # fmt: skip
+    rates = same(nodes + 1, 1e9)
+    rates[nodes - 1, nodes] = rates[nodes, nodes - 1] = 10e9
+    if nodes == 1:
+        with pytest.raises(InputError, match="the plan has one node; wanted two or more"):
+            placed(plan, matrix_of(rates))
+    else:
+        assert set(placed(plan, matrix_of(rates)).hosts) == {"n1", "n2"}
+
+
 def test_islands_are_found(placed):
     """Two islands of two: reductions of a stage stay on one, the sends of its replicas cross."""
     rates = same(4, 2e9)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -87,3 +88,29 @@ def test_two_nodes_measure_their_link(tmp_path):
     assert found.hosts == ("node-a", "node-b")  # by name, though node-b came first
     assert (len(found.rates), found.repeats) == (2, 2)
     assert run(["calibrate", "run", "--links", "--out", str(out)]) == 2
+
+
+@pytest.mark.parametrize("at_once", [7, 8, 9])
+@pytest.mark.parametrize("share", [0.5, 4.0, 4.001])
+def test_what_a_node_sends_is_a_share_of_its_usual_network(at_once, share):
+    """Of all GPUs of a usual node or more, up to four times what its network carries."""
+    base, usual = profile_named("a100-sxm-40gb"), A100.inter_bytes_per_s.value
+    sent = replace(matrix(at_once, share * usual / at_once), source="mine")
+    if at_once < 8 or share > 4.0:
+        told = "of 7 GPUs of a node at once" if at_once < 8 else "check the units"
+        with pytest.raises(InputError, match=told):
+            join_links(base, A100, [matrix(1), sent], "links.yaml")
+        return
+    made, notes = join_links(base, A100, [matrix(1), sent], "links.yaml")
+    fraction = made.links.inter_fraction
+    assert (fraction.value, fraction.points, fraction.error) == (pytest.approx(share, rel=1e-4), 6, None)
+    source = made.sources[fraction.source]
+    assert source.text == "mine, 2026-11-20, 3 nodes, the median of 6 links"
+    assert source.uncertainty == 0.0
+    inside = [curve for curve in base.collectives if curve.nodes == 1]
+    assert list(made.collectives) == inside
+    of_it = f"{share * usual / 1e9:.3g} GB/s, {share:.0%} of {A100.usual_network}"
+    assert notes[0].startswith(f"links: nodes send {of_it}, median of 6 links that vary by 0%")
+    gone = len(base.collectives) - len(inside)
+    assert notes[1:] == (f"links: {gone} curves of collectives between other nodes left out",)
+    assert len(join_links(made, A100, [sent], "links.yaml")[1]) == 1

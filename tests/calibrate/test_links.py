@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+from dataclasses import replace
+from itertools import combinations, pairwise
 
 import pytest
 from nccl_output import MATRIX, nccl_row, table
 
 from mist_megatron.calibrate.imported import Hints
-from mist_megatron.calibrate.links import Link, matrices_of, read_links
+from mist_megatron.calibrate.links import ASYMMETRIC, MOST_GPUS_A_NODE, Link, matrices_of, read_links
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import is_links, links_from_text, links_to_text
 from mist_megatron.spec.links import LinkMatrix
@@ -182,9 +185,13 @@ matrices:
     ("name", "text", "told"),
     [
         ("x.csv", SQUARE.format(unit=""), "which unit its figures have is not said"),
-        ("x.csv", "GB/s,n1,n2\nn1,,1\n", "wanted a square matrix"),
+        ("x.csv", "GB/s,n1,n2\nn1,,1\n", "1 rows and 2 columns, 'n2' in one of them alone; wanted a square"),
+        ("x.csv", "GB/s,n1,n2\nn1,,1\nn1,,1\n", "2 rows and 2 columns, 'n2' in one of them alone; wanted"),
         ("x.csv", "GB/s,n1,n2\nn1,,1\nn2,1\n", "row 3: 1 figures; wanted 2: cut off?"),
         ("x.csv", "GB/s,n1,n2\nn1,,-1\nn2,1,\n", "row 2, n2: '-1'"),
+        ("x.csv", "GB/s,n1,n2\nn1,,1\nn2,inf,\n", "row 3, n1: 'inf'"),
+        ("x.csv", "src,dst,GB/s\na,b,1\nb,a,x\n", "row 3, GB/s: 'x'"),
+        ("x.csv", "src,dst,bandwidth\na,b,1\n", "which unit its figures have is not said"),
         ("x.csv", "from,to,what\nn1,n2,3\n", "no column of rates"),
         ("x.csv", "# nothing\n", "no lines of figures"),
         ("x.log", pair_log("n1", "n2", 9.0).split("sendrecv")[0], "no output of sendrecv_perf on two nodes"),
@@ -202,6 +209,24 @@ def test_broken_links_are_refused(name, text, told):
         read_links(text, name, HINTS)
     assert told in caught.value.message
     assert caught.value.message.startswith(name)
+
+
+@pytest.mark.parametrize(
+    "head", ["sender,receiver,GB/s,run,x", "GB/s,receiver,sender,x,x", "run,sender,direction,receiver,GB/s"]
+)
+def test_rows_that_lack_what_is_read_are_refused_and_no_others(head):
+    """A table of pairs, its last row cut before each of its columns; nobody reads x."""
+    named = {"sender": "n1", "receiver": "n2", "GB/s": "3", "run": "a", "direction": "send", "x": "9"}
+    row = [named[column] for column in head.split(",")]
+    asked = len(head.rstrip(",x").split(","))
+    for kept in range(1, len(row) + 1):
+        text = "\n".join((head, ",".join(row), ",".join(row[:kept]), ""))
+        if kept >= asked:
+            (matrix,), _ = read(("x.csv", text))
+            assert (matrix.hosts, matrix.bytes_per_s[0][1]) == (("n1", "n2"), 3e9)
+        else:
+            with pytest.raises(InputError, match=f"row 3: {kept} columns; wanted 5: cut off"):
+                read(("x.csv", text))
 
 
 def test_commands_read_a_folder_and_show_what_stands_out(ran_here, tmp_path):
@@ -294,3 +319,96 @@ def test_a_matrix_between_nodes_alone_is_read_as_links() -> None:
     assert [(link.sender, link.receiver, link.bytes_per_s) for link in links] == [
         ("a", "b", 2e9), ("b", "a", 1e9),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("last", [MOST_GPUS_A_NODE - 1, MOST_GPUS_A_NODE])
+def test_gpus_of_a_node_have_numbers_of_a_node(last: int) -> None:
+    text = f"src,dst,GB/s\nn1,n2,3\nn1:0,n1:{last},9\n"
+    if last < MOST_GPUS_A_NODE:
+        (matrix,), _ = read(("x.csv", text))
+        assert matrix.inside[0][0][last] == 9e9
+        assert sum(rate is not None for row in matrix.inside[0] for rate in row) == 1
+    else:
+        with pytest.raises(InputError, match=f"a GPU has number {last}; wanted those of a node"):
+            read(("x.csv", text))
+
+
+def test_nodes_come_in_the_order_of_their_numbers_whatever_they_are_called() -> None:
+    """Names that begin with a number beside those that do not, in whatever order they were measured."""
+    wanted = ("2n", "10n", "10n3", "n", "n2", "n2a", "n10", "nx", "x-07", "x-8")
+    for turned in range(len(wanted)):
+        names = [*wanted[turned:], *wanted[:turned]][::-1]
+        (matrix,), _ = matrices_of([Link(sender=a, receiver=b, bytes_per_s=1e9) for a, b in pairwise(names)])
+        assert matrix.hosts == wanted
+
+
+def table_of(text: str, name: str = "x.csv", **words):
+    """Host pairs -> bytes per second, and what was told."""
+    found = read_links(text, name, HINTS, **words)
+    return [(link.sender, link.receiver, link.bytes_per_s, link.run) for link in found.links], found.notes
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_table_says_the_same_whatever_parts_its_columns(separator: str) -> None:
+    """The unit above, in a comment or in the name; a node's rate to itself is none; a second run of a pair is
+    counted where no column says so."""
+    square = "unit,n1,n2,\nn1,5,10,\nn2,11,-,\n".replace(",", separator)
+    wanted = [("n1", "n2", 10e9, "x.csv "), ("n2", "n1", 11e9, "x.csv ")]
+    assert table_of(square.replace("unit", "GB/s"))[0] == wanted
+    assert table_of("# in GB/s\n\n" + square)[0] == wanted
+    assert table_of(square, "x_GBps.csv")[0] == [(a, b, r, "x_GBps.csv ") for a, b, r, _ in wanted]
+    pairs = "src,dst,GB/s\na,b,1\na,b,2\na,a,9\nb,a,n/a\nb,a,0\n".replace(",", separator)
+    links, notes = table_of(pairs)
+    assert links == [("a", "b", 1e9, "x.csv 1"), ("a", "b", 2e9, "x.csv 2"), ("b", "a", 0.0, "x.csv 1")]
+    assert notes[0] == "x.csv: 1 lines without a figure"
+    both = "run,dst,src,direction,MB/s\n7,b,a,Send,1\n7,b,a,recv,2\n8,b,a,receive,3\n".replace(",", separator)
+    assert table_of(both)[0] == [
+        ("a", "b", 1e6, "x.csv 7"),
+        ("b", "a", 2e6, "x.csv 7"),
+        ("b", "a", 3e6, "x.csv 8"),
+    ]
+    assert len(table_of(both)[1]) == 1  # how many GPUs sent is not said
+
+
+@pytest.mark.parametrize("missing", [1, 6, 7])
+def test_what_stands_out_of_links_is_told(missing: int) -> None:
+    """Pairs that nobody measured, of all that there are, six of them by name; dead links; ways of a pair that
+    are more than ASYMMETRIC apart."""
+    hosts, apart = [f"n{k}" for k in range(8)], {("n6", "n7"): ASYMMETRIC, ("n5", "n7"): 3.03}
+    gone = sorted([*combinations(hosts[:4], 2), ("n0", "n4")][:missing])
+    links = [
+        Link(
+            sender=a, receiver=b, gpus_at_once=4,
+            bytes_per_s=0.0 if (a, b) == ("n7", "n4") else 1e9 * apart.get((a, b), 1.0),
+        )
+        for a in hosts for b in hosts if a != b and (a, b) not in gone and (b, a) not in gone
+    ]  # fmt: skip
+    named = ", ".join(f"{a} - {b}" for a, b in gone[:6]) + (", ..." if missing > 6 else "")
+    assert matrices_of(links)[1] == (
+        f"4 GPUs at once: {missing} of 28 pairs were never measured: {named}",
+        "4 GPUs at once: 1 dead links, never used: n7 to n4",
+        "4 GPUs at once: n5 to n7 has 3.03 GB/s, 3.0 times as much as the other way",
+    )
+    alone = [replace(link, gpus_at_once=1) for link in links]
+    assert all(note.startswith("1 GPU at a time: ") for note in matrices_of(alone)[1])
+
+
+def test_repeats_are_pooled_over_pairs() -> None:
+    """Pairs measured in one, two and three runs; twice in one run is once. Of 9 and 11 each is a tenth off
+    their mean, of 8, 10 and 12 two are a fifth off, with one freedom more."""
+
+    def link(pair: str, rate: float, run: str) -> Link:
+        return Link(sender=pair[0], receiver=pair[1], bytes_per_s=rate * 1e9, run=run, date=f"2026-01-0{run}")
+
+    links = [
+        link("ab", 9, "1"),
+        link("ab", 11, "2"),
+        link("bc", 8, "1"),
+        link("bc", 10, "2"),
+        link("bc", 12, "3"),
+    ]
+    (matrix,), _ = matrices_of(links)
+    assert matrix.spread == pytest.approx(math.sqrt((2 * 0.1**2 + 2 * 0.2**2) / 3), abs=1e-5)
+    assert (matrix.repeats, matrix.date) == (2, "2026-01-03")
+    (more,), _ = matrices_of([*links, link("ac", 6, "1"), link("ac", 8, "1")])
+    assert (more.spread, more.repeats, more.rate(0, 2)) == (matrix.spread, 1, 7e9)

@@ -33,7 +33,8 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     """With an incumbent a hair above a shape's optimum the optimum is found again, and no bound is above it.
 
     With many data-parallel ranks d can be negative (a first micro-batch has no gradients to add to), which
-    a cap on t that forgets it would cut away.
+    a cap on t that forgets it would cut away. Where memory has no limit a bound is what one stage takes, and
+    never so low that it sorts nothing: splits of layers that need not be equal are the least known.
     """
     bucket_gib = 1.0 if target.startswith("deepspeed") else 0.0  # which reductions go through
     job = small_job(target, gpus=8, layers=4, batch=32, limit_gib=limit_gib + bucket_gib)
@@ -43,13 +44,18 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     found = list(shapes(evaluator.job, space, Limits()))
     solved = 0
     pairs = list(zip(shape_bounds(question, found), found, strict=True))
-    for index in np.random.default_rng(0).permutation(len(pairs))[:14]:
+    uneven = space.uneven_layers and target != "megatron"
+    for index in np.random.default_rng(0).permutation(len(pairs))[: 14 if limit_gib < 100.0 else 28]:
         bound, shape = pairs[index]
         alone = solve_equal(question, shape, bound, np.inf)
         if alone.solution is None:
             continue
         solved += 1
         assert bound.value_s <= alone.left_s <= alone.solution.value_s * (1 + 1e-12)
+        if limit_gib > 100.0:
+            alike = shape.stages == 1 or shape.grad_accum == 1 or shape.vpp > 1
+            least = 1.0 - 2e-9 if shape.stages == 1 else 0.65 if uneven and not alike else 0.93
+            assert bound.value_s >= least * alone.left_s, shape
         again = solve_equal(question, shape, bound, alone.left_s * (1 + 1e-9))
         assert again.left_s == pytest.approx(alone.left_s, rel=1e-12)
     assert solved > 2
