@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from mist_megatron.errors import InputError, MistError
 from mist_megatron.price.attention_kernels import AttentionName
+from mist_megatron.spec.kinds import RECIPES
 from mist_megatron.spec.plan import Plan
+
+
+def narrow_weights(source: str, precision: str) -> bool | None:
+    """Whether weights of 8-bit products had no 16-bit ones beside them. The precisions that Megatron-Bridge's
+    recipes name have fp8_param (training/mixed_precision.py of 0.3.1), but that of 4 bits; no row says it."""
+    eight_bit = precision.lower() in RECIPES and RECIPES[precision.lower()] != "nvfp4"
+    return True if source.startswith("Megatron-Bridge") and eight_bit else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeGuard, cast, get_args
 
-from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
+from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow, narrow_weights
 from mist_megatron.calibrate.run_tables import is_run_table, measured_run
 from mist_megatron.errors import InputError
 from mist_megatron.formats.document import build
@@ -206,6 +206,7 @@ def _plan(row: Cells) -> Plan:
                 tp_comm_overlap="tp" in overlap.split(", ") or _overlaps_by_recipe(row),
                 fused_cross_entropy="fused cross entropy" in row.text("note") or None,
                 quantization=RECIPES.get(row.text("precision")),
+                fp8_param_gather=narrow_weights(row.text("source"), row.text("precision")),
                 deterministic="deterministic mode" in row.text("note") or None,
                 scattered_boundaries=framework in SCATTERING or None,
                 zero3=_whose_zero3(row),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import cast, get_args
 
-from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow
+from mist_megatron.calibrate.cells import Cells, Inexpressible, MeasuredRow, narrow_weights
 from mist_megatron.calibrate.table_models import model_named
 from mist_megatron.errors import InputError
 from mist_megatron.spec.catalogue import CATALOGUE
@@ -235,6 +235,7 @@ def _execution(row: Cells, model: ModelSpec, quantization: Quantization | None) 
         offload_modules=_offload_modules(row),
         cuda_graphs=_graphs(row),
         quantization=quantization,
+        fp8_param_gather=narrow_weights(row.text("source"), _precision_name(row)),
         optimizer_bytes=_optimizer_bytes(row, quantization),
     )
     if not mixed:

@@ -10,6 +10,7 @@ from mist_megatron.cost.algebra import Expr, Symbol
 from mist_megatron.cost.entries import frozen, outside_bytes
 from mist_megatron.cost.kinds import own_sizes
 from mist_megatron.cost.layers import LayerOptions, block, embedding, expert_parameters, parameters
+from mist_megatron.cost.narrow import NarrowElements, narrow_elements
 from mist_megatron.cost.operators import ZERO, Operator, Work
 from mist_megatron.cost.projections import trained_parameters
 from mist_megatron.cost.shapes import ACTIVATION
@@ -30,6 +31,8 @@ class Block:
     """Those that are frozen."""
     expert_parameters: Expr
     """Those of routed experts among them."""
+    narrow: NarrowElements
+    """Those of matrices whose products have 8 bits."""
     layers: Expr
     """Number of them that a stage has ..."""
     ckpt: Expr
@@ -67,7 +70,8 @@ def _block(kind: LayerKind, options: LayerOptions, own: Iterable[str], passes_ba
     source = kind.cross_attention
     given = ACTIVATION + (ZERO if source is None else outside_bytes(source))
     given = given.replaced(names)
-    return Block(kind, operators, trained, still, of_experts, layers, ckpt, names, passes_back, given)
+    narrow = narrow_elements(operators)
+    return Block(kind, operators, trained, still, of_experts, narrow, layers, ckpt, names, passes_back, given)
 
 
 def _names(own: Iterable[str], kind: str) -> dict[Symbol, Symbol]:

@@ -204,7 +204,8 @@ def flash_attention(layer: LayerSpec, *, latent: bool = False) -> Operator:
         ),
         saved=(
             *_attention_inputs(latent=latent),
-            SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * output),
+            # Whoever reads it keeps it too, so that it stays where the core runs again.
+            SavedTensor(key="attention_output", size_bytes=HALF * TOKENS * output, inner=True),
             SavedTensor(key="core_log_sum", size_bytes=FULL * TOKENS * heads, inner=True),
         ),
         part=CORE,

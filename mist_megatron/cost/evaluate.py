@@ -25,6 +25,7 @@ from mist_megatron.cost.grid import (
 from mist_megatron.cost.kinds import boundary_sides, model_values, own_name, require_priced, with_tables
 from mist_megatron.cost.layerwise import ended, mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
+from mist_megatron.cost.narrow import weight_beyond_bytes
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
 from mist_megatron.cost.program_cache import Store, load_or_build
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
@@ -95,6 +96,7 @@ def make_evaluator(
             *(job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target),
             TARGETS[job.target].memory(job.execution),
             scan_slowdown(job.cluster.gpu.name),
+            weight_beyond_bytes(job),
         )
     )
     if job.execution.quantization == "nvfp4":

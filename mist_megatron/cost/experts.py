@@ -153,7 +153,7 @@ def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> 
             name="shared_in",
             forward=into,
             backward=into_back,
-            saved=(SavedTensor(key="normed2", size_bytes=ACTIVATION),),
+            saved=(SavedTensor(key="normed2", size_bytes=ACTIVATION, for_weight=True),),
             parameters=gates * SHARED_INNER * HIDDEN + (gates * SHARED_INNER if bias else ZERO),
         ),
         _activation(
@@ -163,7 +163,7 @@ def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> 
             name="shared_out",
             forward=out,
             backward=out_back,
-            saved=(SavedTensor(key="shared_activated", size_bytes=inner),),
+            saved=(SavedTensor(key="shared_activated", size_bytes=inner, for_weight=True),),
             parameters=HIDDEN * SHARED_INNER + (HIDDEN if bias else ZERO),
         ),
         Operator(
@@ -202,7 +202,7 @@ def _latent_in(eight_bit: bool) -> tuple[Operator, ...]:
             name="latent_in",
             forward=forward,
             backward=backward,
-            saved=(SavedTensor(key="normed2", size_bytes=ACTIVATION),),
+            saved=(SavedTensor(key="normed2", size_bytes=ACTIVATION, for_weight=True),),
             parameters=EXPERT_WIDTH * HIDDEN,
         ),
     )
@@ -215,7 +215,7 @@ def _latent_out(eight_bit: bool) -> tuple[Operator, ...]:
             name="latent_out",
             forward=forward,
             backward=backward,
-            saved=(SavedTensor(key="latent_output", size_bytes=HALF * ROWS * EXPERT_WIDTH),),
+            saved=(SavedTensor(key="latent_output", size_bytes=HALF * ROWS * EXPERT_WIDTH, for_weight=True),),
             parameters=EXPERT_WIDTH * HIDDEN,
         ),
     )
@@ -311,7 +311,11 @@ def _routed(gates: int, *, bias: bool, eight_bit: bool, fused: bool) -> tuple[Op
             name="expert_in",
             forward=into,
             backward=into_back,
-            saved=(SavedTensor(key="expert_input", size_bytes=HALF * EXPERT_ROWS * EXPERT_WIDTH),),
+            saved=(
+                SavedTensor(
+                    key="expert_input", size_bytes=HALF * EXPERT_ROWS * EXPERT_WIDTH, for_weight=True
+                ),
+            ),
             parameters=first,
             expert_parameters=first,
         ),
@@ -330,7 +334,7 @@ def _routed(gates: int, *, bias: bool, eight_bit: bool, fused: bool) -> tuple[Op
             name="expert_out",
             forward=out,
             backward=out_back,
-            saved=(SavedTensor(key="expert_activated", size_bytes=inner),),
+            saved=(SavedTensor(key="expert_activated", size_bytes=inner, for_weight=True),),
             parameters=second,
             expert_parameters=second,
         ),

@@ -35,13 +35,13 @@ def latent_inputs(
     """From the normed input to queries, keys and values. Matrices down to the latents lie whole on every
     tensor-parallel rank, which runs them over its own rows; only latents are gathered."""
     kv_down = _down("kv_down", KV_LATENT + ROPE_DIM, "kv_latent", eight_bit)
-    kv_norm = _latent_norm("kv_norm", KV_LATENT, "kv_latent_normed", statistics_bytes)
+    kv_norm = _latent_norm("kv_norm", KV_LATENT, statistics_bytes)
     kv_up = _up("kv_up", (KV_UP_WIDTH, KV_LATENT), "kv_latent_normed", eight_bit)
     queries: tuple[Operator, ...]
     if latent.q_lora:
         queries = (
             _down("q_down", Q_LATENT, "q_latent", eight_bit),
-            _latent_norm("q_norm", Q_LATENT, "q_latent_normed", statistics_bytes),
+            _latent_norm("q_norm", Q_LATENT, statistics_bytes),
             _gather("q_gather", Q_LATENT),
             _up("q_up", (QUERY_WIDTH, Q_LATENT), "q_latent_normed", eight_bit),
         )
@@ -59,23 +59,20 @@ def _down(name: str, wide: Expr, keeps: str, eight_bit: bool) -> Operator:
         forward=forward,
         backward=backward,
         saved=(
-            SavedTensor(key="normed1", size_bytes=ACTIVATION),
+            SavedTensor(key="normed1", size_bytes=ACTIVATION, for_weight=True),
             SavedTensor(key=keeps, size_bytes=HALF * ROWS * wide),
         ),
         parameters=wide * HIDDEN,
     )
 
 
-def _latent_norm(name: str, wide: Expr, keeps: str, statistics_bytes: int) -> Operator:
+def _latent_norm(name: str, wide: Expr, statistics_bytes: int) -> Operator:
     one = HALF * ROWS * wide
     return Operator(
         name=name,
         forward=(memory_work(f"{name}_forward", 2 * one),),
         backward=(memory_work(f"{name}_backward", 3 * one, kernels=2),),
-        saved=(
-            SavedTensor(key=f"{name}_statistics", size_bytes=statistics_bytes * ROWS),
-            SavedTensor(key=keeps, size_bytes=one),
-        ),
+        saved=(SavedTensor(key=f"{name}_statistics", size_bytes=statistics_bytes * ROWS),),
         parameters=wide,
     )
 
@@ -97,8 +94,10 @@ def _gather(name: str, wide: Expr) -> Operator:
 def _up(name: str, columns: tuple[Expr, Expr], reads: str, eight_bit: bool) -> Operator:
     forward, backward = products(name, TOKENS, columns, eight_bit=eight_bit)
     wide, deep = columns
-    kept = () if reads != "normed1" else (SavedTensor(key=reads, size_bytes=ACTIVATION),)
-    return Operator(name=name, forward=forward, backward=backward, saved=kept, parameters=wide * deep)
+    # A latent is kept as the norm gave it, before rows are gathered.
+    read = ACTIVATION if reads == "normed1" else HALF * ROWS * deep
+    kept = SavedTensor(key=reads, size_bytes=read, for_weight=True)
+    return Operator(name=name, forward=forward, backward=backward, saved=(kept,), parameters=wide * deep)
 
 
 def _rotated() -> Operator:

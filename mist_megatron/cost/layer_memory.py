@@ -8,6 +8,7 @@ from mist_megatron.cost.algebra import Expr, maximum, number
 from mist_megatron.cost.cores import CORE, scores_of, whole_keys_bytes
 from mist_megatron.cost.entries import CROSS_SCORES, frozen, outside_bytes
 from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
+from mist_megatron.cost.narrow import narrow_width
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.recurrent import scan_transients
 from mist_megatron.cost.shapes import (
@@ -127,21 +128,17 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
     inner = INNER if model.has_mlp else ZERO
     hidden, activated = HALF * TOKENS * gates * inner, HALF * TOKENS * inner
     if model.experts is not None:
-        # Tokens come one for each of their experts; their input is gathered by the exchange.
-        activated = HALF * EXPERT_ROWS * EXPERT_INNER
-        came = HALF * EXPERT_ROWS * EXPERT_WIDTH
-        at_input = ACTIVATION + 2 * came - activated
-        peak = maximum(2 * ACTIVATION + gates * activated, at_input)
-        if AROUND_EXPERTS & set(options.modules):
-            # Made again before that; what attention makes again comes when experts' tensors are gone.
-            peak = peak + sum((RECOMPUTE[kind] * (kept - size) for kind, size in light.items()), start=ZERO)
-        return LayerMemory(saved, ACTIVATION, gates * activated + activated + 2 * came, peak)
+        # Made again before that; what attention makes again comes when experts' tensors are gone.
+        again = sum((RECOMPUTE[kind] * (kept - size) for kind, size in light.items()), start=ZERO)
+        forward, backward = _expert_transients(gates, options, again)
+        return LayerMemory(saved, ACTIVATION, forward, backward)
     # Backward of the activation: the gradients of both sides of it live, its output is gone.
-    at_activation = 2 * ACTIVATION + hidden
+    gone, casts = _narrow(activated, hidden, options)
+    at_activation = 2 * ACTIVATION + hidden + (activated - gone)
     if modules == "plain_torch" and _composite_gelu(model):
         at_activation = at_activation + activated  # the gradients of both factors of its last product
     # Backward of the matrix before it: the gathered input and its gradient, activation tensors gone.
-    at_input = ACTIVATION + GATHERED * (1 + SP) - activated
+    at_input = ACTIVATION + GATHERED * (1 + SP) + casts - gone
     candidates = [at_activation, at_input]
     if not model.has_mlp and model.attends:
         # Of the core: the gradients of its output, queries, keys and values.
@@ -159,13 +156,33 @@ def _block_memory(model: LayerSpec, options: LayerOptions, modules: Modules) -> 
         most = scores_of(model)
         if model.cross_attention is not None:
             most = maximum(most, CROSS_SCORES)
-        candidates.append(passes * most + 2 * ACTIVATION - hidden - activated)
+        candidates.append(passes * most + 2 * ACTIVATION - hidden - gone)
     elif any(size != kept for size in without_core.values()):
         made = sum((RECOMPUTE[kind] * (kept - size) for kind, size in without_core.items()), start=ZERO)
-        candidates.append(made + 4 * HALF * TOKENS * QUERY - hidden - activated)
+        candidates.append(made + 4 * HALF * TOKENS * QUERY - hidden - gone)
     backward = maximum(*candidates)
     forward = hidden + activated + GATHERED
     return LayerMemory(saved, ACTIVATION, forward, backward)
+
+
+def _expert_transients(gates: int, options: LayerOptions, again: Expr) -> tuple[Expr, Expr]:
+    """Of a mixture: tokens come one for each of their experts; their input is gathered by the exchange."""
+    activated, came = HALF * EXPERT_ROWS * EXPERT_INNER, HALF * EXPERT_ROWS * EXPERT_WIDTH
+    gone, casts = _narrow(activated, gates * activated, options)
+    at_input = ACTIVATION + 2 * came + casts - gone
+    backward = maximum(2 * ACTIVATION + gates * activated + (activated - gone), at_input)
+    if AROUND_EXPERTS & set(options.modules):
+        backward = backward + again
+    return gates * activated + activated + 2 * came, backward
+
+
+def _narrow(activated: Expr, hidden: Expr, options: LayerOptions) -> tuple[Expr, Expr]:
+    """What was kept of what the last product reads, and casts of the gradients that the first one gets, both
+    ways, beside these."""
+    if not options.eight_bit:
+        return activated, ZERO
+    width = number(narrow_width(options.quantization))
+    return activated * width / 2, hidden * width
 
 
 def _plain_modules(model: LayerSpec, options: LayerOptions) -> Expr:

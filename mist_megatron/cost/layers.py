@@ -21,6 +21,7 @@ from mist_megatron.cost.latent import (
     latent_inputs,
     sinks,
 )
+from mist_megatron.cost.narrow import with_narrow_inputs
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.projections import (
     gathered_rows,
@@ -74,6 +75,10 @@ class LayerOptions:
     logits stay in 16 bits: fp8_dpa is off by default, and Megatron's output layer is none of the engine's."""
     quantization: Quantization | None = None
     """By which recipe."""
+    narrow_weight_bytes: Fraction = Fraction(0)
+    """What a weight of such a product takes beyond its 16 bits ..."""
+    narrow_weights_alone: bool = False
+    """... of which it has none: what the former takes away is sharded as they are."""
     dispatcher: Dispatcher = "alltoall"
     modules: tuple[Module, ...] = USUAL_MODULES
     """What selective recomputation runs again."""
@@ -108,6 +113,7 @@ def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     if model.entry is not None:
         return entry_operators(model, _statistics(model, options))
     operators = chosen(with_casts(_whole_block(model, options), options.quantization), options.modules)
+    operators = with_narrow_inputs(operators, options.quantization, options.modules, options.offloaded)
     if model.adapter is not None:
         operators = with_adapters(operators, model.adapter, gated=model.gated_mlp)
     return captured(operators, options.graphs, shared_apart=options.shared_apart)

@@ -16,6 +16,7 @@ from mist_megatron.cost.entries import outside_bytes
 from mist_megatron.cost.layer_memory import layer_memory, norm_elements
 from mist_megatron.cost.layers import LayerOptions, expert_parameters, saved_bytes
 from mist_megatron.cost.mtp import depths_kept, head_edge
+from mist_megatron.cost.narrow import narrow_elements
 from mist_megatron.cost.offloaded import Moved, moved_bytes
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import (
@@ -319,11 +320,12 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         return size * (inner / _sharded(switch, among) * (1 - offloaded) + edges)
 
     frozen_bytes = HALF * (still + still_edges) / _sharded(Z3, ranks)
+    narrow_bytes = _narrow_weights(model, options, role, (ranks, copies))
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
     weights, grads = _at_once(facts, _widest_layer(kinds), _widest(model, options, role), first + last)
     buffers = HALF * weights * needs_weights + _buckets(facts) + number(grad) * grads * needs_grads
     states = {
-        "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes,
+        "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes + narrow_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
         "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE, together),
         "buffers": buffers,
@@ -346,6 +348,22 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         )
         states["buffers"] = states["buffers"] + HALF * kept_once
     return states
+
+
+def _narrow_weights(
+    model: ModelSpec, options: LayerOptions, role: StageRole, among: tuple[Expr, Expr]
+) -> Expr:
+    """Cast weights, over ranks that may share out dense ones and experts."""
+    if not options.narrow_weight_bytes:
+        return ZERO
+    parts = [(kind.layers, kind.narrow) for kind in blocks(model, options)]
+    if role.has_head:
+        parts.append((ONE, narrow_elements(head_edge(model, options).operators)))
+    dense = sum((times * narrow.dense for times, narrow in parts), start=ZERO)
+    experts = sum((times * narrow.experts for times, narrow in parts), start=ZERO)
+    if options.narrow_weights_alone:
+        dense, experts = dense / _sharded(Z3, among[0]), experts / _sharded(Z3, among[1])
+    return (dense + experts) * number(options.narrow_weight_bytes)
 
 
 def _at_once(facts: MemoryFacts, layer: Expr, widest: Expr, edges: Expr) -> tuple[Expr, Expr]:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from mist_megatron.cost.algebra import Expr
 from mist_megatron.cost.blocks import Edge, blocks, last_edge
 from mist_megatron.cost.layers import LayerOptions, head, norm, saved_bytes
+from mist_megatron.cost.narrow import with_narrow_inputs
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, FULL, GATHERED, HALF, TOKENS, VOCAB_SHARE
 from mist_megatron.cost.symbols import HIDDEN, SP, TP
@@ -66,7 +67,7 @@ def _joined(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
         "mtp_projection", TOKENS, (HIDDEN / TP, 2 * HIDDEN), eight_bit=options.eight_bit
     )
     whole = HALF * TOKENS * HIDDEN
-    return (
+    joined = (
         norm("mtp_norm_hidden", model, options, reads="mtp_hidden"),
         norm("mtp_norm_token", model, options, reads="mtp_token"),
         Operator(
@@ -80,10 +81,11 @@ def _joined(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
                 *backward,
                 collective_work("mtp_scatter", WorkKind.REDUCE_SCATTER, 2 * SP * GATHERED),
             ),
-            saved=(SavedTensor(key="mtp_joined", size_bytes=2 * ACTIVATION),),
+            saved=(SavedTensor(key="mtp_joined", size_bytes=2 * ACTIVATION, for_weight=True),),
             parameters=2 * HIDDEN * HIDDEN / TP,
         ),
     )
+    return with_narrow_inputs(joined, options.quantization)
 
 
 def depths_kept(model: ModelSpec, options: LayerOptions) -> Expr:

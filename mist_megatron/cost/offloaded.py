@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from types import MappingProxyType
 
 from mist_megatron.cost.algebra import Expr
@@ -33,10 +32,6 @@ _OPERATORS: Mapping[OffloadModule, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Operators that run inside each module, whatever the layer."""
-_EIGHT_BIT: Mapping[str, Fraction] = MappingProxyType({"mxfp8": Fraction(1, 2), "nvfp4": Fraction(1, 4)})
-"""Of what products of experts read in 16 bits: what they keep as they were given it, cast; by other recipes
-an offloaded product keeps its input (experts.py:278)."""
-_CAST = ("expert_input", "expert_activated")
 _SMALL = ("_statistics", "core_log_sum", "expert_weights")
 """Ends of names of what is smaller than what is copied."""
 
@@ -60,11 +55,10 @@ def moved_bytes(model: LayerSpec, options: LayerOptions) -> Moved:
         return NOT_MOVED
     operators = block(model, options)
     inside = _inside(operators, options.offloaded)
-    cast = _EIGHT_BIT.get(options.quantization or "", Fraction(1))
-    whole = _moved(operators, inside, "full", cast)
+    whole = _moved(operators, inside, "full")
     freed, copied = whole.freed, whole.copied
     for kind in PARTIAL:
-        part = _moved(operators, inside, kind, cast)
+        part = _moved(operators, inside, kind)
         freed = freed + RECOMPUTE[kind] * (part.freed - whole.freed)
         copied = copied + RECOMPUTE[kind] * (part.copied - whole.copied)
     return Moved(freed, copied)
@@ -93,12 +87,12 @@ def _kept(operators: Sequence[Operator], recompute: Recompute) -> Iterator[tuple
                 yield operator, tensor
 
 
-def _moved(operators: Sequence[Operator], inside: set[str], recompute: Recompute, cast: Fraction) -> Moved:
+def _moved(operators: Sequence[Operator], inside: set[str], recompute: Recompute) -> Moved:
     kept = list(_kept(operators, recompute))
     held = {tensor.key for operator, tensor in kept if operator.name not in inside}
     going = [
         tensor for operator, tensor in kept if operator.name in inside and not tensor.key.endswith(_SMALL)
     ]
     freed = {tensor.key: tensor.size_bytes for tensor in going if tensor.key not in held}
-    copied = sum((tensor.size_bytes * (cast if tensor.key in _CAST else 1) for tensor in going), start=ZERO)
+    copied = sum((tensor.size_bytes for tensor in going), start=ZERO)
     return Moved(sum(freed.values(), start=ZERO), copied)

@@ -17,6 +17,7 @@ from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, stage_memory
 from mist_megatron.cost.mtp import head_edge
+from mist_megatron.cost.narrow import weight_beyond_bytes
 from mist_megatron.cost.offloaded import moved_bytes
 from mist_megatron.cost.operators import ZERO, Operator
 from mist_megatron.cost.shapes import ACTIVATION, VOCAB_SHARE
@@ -42,6 +43,8 @@ def layer_options(job: Job) -> LayerOptions:
         fused_cross_entropy=facts.fused_cross_entropy if fused is None else fused,
         eight_bit=job.training.precision == "fp8",
         quantization=job.execution.quantization,
+        narrow_weight_bytes=weight_beyond_bytes(job),
+        narrow_weights_alone=bool(job.execution.fp8_param_gather),
         dispatcher=job.execution.dispatcher,
         modules=job.execution.modules,
         offloaded=job.execution.offload_modules or (),

@@ -36,8 +36,8 @@ from mist_megatron.search.stage_prices import Times, beyond_linear, with_axes
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import StageRole, role_of
-from mist_megatron.spec.plan import even_chunks
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
+from mist_megatron.spec.schedule import even_chunks
 from mist_megatron.targets.table import TARGETS
 
 Number = TypeVar("Number", np.float64, np.bool_)

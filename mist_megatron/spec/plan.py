@@ -178,6 +178,8 @@ class Execution:
     """What is launched once and replayed, by Megatron's names; null for nothing."""
     quantization: Quantization | None = None
     """How operands are scaled where precision is fp8; null for delayed."""
+    fp8_param_gather: bool | None = None
+    """Weights of 8-bit products are kept in 8 bits alone, beside their masters (--fp8-param-gather)."""
     optimizer_bytes: int | None = None
     """Bytes per parameter of master weight and moments: 12, or less with --use-precision-aware-optimizer."""
     optimizer_instances: int | None = None
@@ -410,13 +412,6 @@ def _check_numbers(training: TrainingSpec, execution: Execution) -> None:
     if kept is not None and not least <= kept <= most:
         words = "a remainder of the master weight and two moments of a byte"
         raise InputError(f"plan: execution.optimizer_bytes is {kept}; wanted {least} ({words}) to {most}")
-
-
-def even_chunks(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
-    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it; vpp
-    divides all of them."""
-    starts = [chunk * (total // vpp) + before // vpp for chunk in range(vpp)]
-    return tuple(range(start, start + own // vpp) for start in starts)
 
 
 def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:

@@ -153,6 +153,13 @@ def chunk_layers(layers: Sequence[int], vpp: int) -> tuple[tuple[int, ...], ...]
     )
 
 
+def even_chunks(total: int, before: int, own: int, vpp: int) -> tuple[range, ...]:
+    """Layers of each chunk of a stage with `own` of the model's `total`, so many on the stages before it; vpp
+    divides all of them."""
+    starts = [chunk * (total // vpp) + before // vpp for chunk in range(vpp)]
+    return tuple(range(start, start + own // vpp) for start in starts)
+
+
 def uneven_chunks(layers: int, most: int, vpp: int, *, first: bool) -> tuple[int, ...]:
     """One stage of those, of which the largest has so many layers at most."""
     whole, rest = divmod(most, vpp)

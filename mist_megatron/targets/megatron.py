@@ -99,6 +99,7 @@ CAPABILITY = Capability(
         "shared_expert_overlap",
         "cuda_graphs",
         "quantization",
+        "fp8_param_gather",
         "optimizer_bytes",
         "megatron_fsdp",
         "optimizer_instances",
@@ -109,15 +110,12 @@ CAPABILITY = Capability(
     further_of_models=model_rules,
 )
 
+_UNTRIED = ("megatron_fsdp", "optimizer_instances", "outer_sharding", "offload_modules", "fp8_param_gather")
+"""What none of the patches was tried beside; those that move states refuse Megatron-FSDP, and activations
+leave by the patch's own offload."""
 PATCHED_CAPABILITY = replace(
     CAPABILITY,
-    # None of the patches was tried beside Megatron-FSDP, and those that move states refuse it; nor with
-    # optimizer states in sub-groups of the replicas. Activations leave by the patch's own offload.
-    switches=tuple(
-        name
-        for name in CAPABILITY.switches
-        if name not in ("megatron_fsdp", "optimizer_instances", "outer_sharding", "offload_modules")
-    ),
+    switches=tuple(name for name in CAPABILITY.switches if name not in _UNTRIED),
     # What patches add. ZeRO stays one for all stages: a distributed optimizer on some of them only hangs,
     # since the norm groups differ.
     parallel_block=True,

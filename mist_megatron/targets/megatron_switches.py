@@ -18,6 +18,7 @@ def switch_rules(plan: Plan) -> Iterator[str]:
     yield from _shared_overlap(plan)
     yield from _graphs(plan)
     yield from _recipe(plan)
+    yield from _narrow_weights(plan)
     yield from _states(plan)
     yield from _instances(plan)
     yield from offload_rules(plan)
@@ -178,6 +179,39 @@ def _recipe(plan: Plan) -> Iterator[str]:
     recipe, gpu = plan.execution.quantization, plan.cluster.gpu.name
     if recipe in BLACKWELL_RECIPES and gpu not in BLACKWELL:
         yield f"execution.quantization {recipe}: {gpu} has no such products, wanted a Blackwell GPU"
+
+
+def narrow_weights_refused(
+    precision: str, execution: Execution, *, least_zero: int, offloads: bool
+) -> Iterator[str]:
+    """What `fp8_param_gather` rules out, or is ruled out by."""
+    recipe = execution.quantization or "delayed"
+    broken = {
+        f"weights of {precision} have 16 bits, wanted precision fp8": precision != "fp8",
+        "those of 4 bits have a switch of their own (--fp4-param-gather), which is not priced": (
+            recipe == "nvfp4"
+        ),
+        "needs zero 1, the distributed optimizer (A:1061)": least_zero == 0,
+        f"states in host memory exclude it but by delayed scaling (A:1808), not {recipe}": (
+            offloads and recipe != "delayed"
+        ),
+        "8-bit weights leave no remainder of their masters, wanted optimizer_bytes 12": (
+            recipe == "delayed" and execution.optimizer_bytes not in (None, 12)
+        ),
+    }
+    return (why for why, applies in broken.items() if applies)
+
+
+def _narrow_weights(plan: Plan) -> Iterator[str]:
+    if not plan.execution.fp8_param_gather:
+        return
+    for why in narrow_weights_refused(
+        plan.training.precision,
+        plan.execution,
+        least_zero=min(stage.zero for stage in plan.stages),
+        offloads=any(stage.offload.optimizer for stage in plan.stages),
+    ):
+        yield f"execution.fp8_param_gather: {why}"
 
 
 def master_bytes(quantization: Quantization | None) -> int:

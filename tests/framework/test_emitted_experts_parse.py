@@ -67,6 +67,8 @@ SWITCHES: list[dict] = [
     {"cuda_graphs": ("attn", "moe_router", "moe_preprocess"), "quantization": "mxfp8", "optimizer_bytes": 8},
     {"quantization": "blockwise", "recompute_modules": ("moe_act",)},
     {"quantization": "tensorwise", "expert_dispatcher": "flex", "grad_bytes": 2, "optimizer_bytes": 8},
+    {"quantization": "mxfp8", "fp8_param_gather": True, "grad_bytes": 2},
+    {"quantization": "delayed", "fp8_param_gather": True, "overlap_grad_reduce": True},
     {"offload_modules": ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")},
     {"quantization": "nvfp4", "overlap_grad_reduce": True, "overlap_param_gather": True},
 ]
@@ -260,6 +262,7 @@ def check_switches(plan: Plan, parsed) -> None:
     assert (config.cuda_graph_impl != "none") == bool(said.cuda_graphs)
     recipe = "nvfp4" if config.fp4 else str(config.fp8_recipe) if config.fp8 else None
     assert recipe == (said.quantization if plan.training.precision == "fp8" else None)
+    assert config.fp8_param == bool(said.fp8_param_gather)
     narrow = said.optimizer_bytes not in (None, 12)
     optimizer, _ = parsed.optimizer
     assert optimizer.use_precision_aware_optimizer == narrow

@@ -58,7 +58,10 @@ def test_it_says_the_same_as_the_arguments(name: str) -> None:
     assert precision.get("fp8_recipe") == said.get("fp8-recipe")
     assert precision["grad_reduce_in_fp32"] == (plan.execution.grad_bytes != 2)
     # What Bridge's precisions by name switch on, and no flag here does.
-    assert not precision["fp8_param_gather"] and not precision["first_last_layers_bf16"]
+    alone = "fp8-param-gather" in said
+    assert precision["fp8_param_gather"] == precision["fp8_param"] == alone
+    assert precision["reuse_grad_buf_for_mxfp8_param_ag"] == ("reuse-grad-buf-for-mxfp8-param-ag" in said)
+    assert not precision["first_last_layers_bf16"]
     assert model["rope_scaling"] == ("use-rope-scaling" in said) if plan.model.rotary else True
     window = ",".join(map(str, model["window_size"] or ()))
     assert window == said.get("window-size", "")

@@ -84,6 +84,13 @@ PLANS = {
         "llama3-8b", stage(32, tp=2, cp=2), target="megatron", execution=Execution(context_parallel=2)
     ),
 }
+_switched = PLANS["switches"]
+for _recipe in ("delayed", "tensorwise", "blockwise", "mxfp8"):
+    _said = replace(_switched.execution, quantization=_recipe, fp8_param_gather=True)
+    _gpu = catalogue.gpu("gb200-186gb" if _recipe == "mxfp8" else "h100-sxm-80gb")
+    PLANS[f"8-bit weights, {_recipe}"] = replace(
+        _switched, cluster=replace(_switched.cluster, gpu=_gpu), execution=_said
+    )
 _ring = PLANS["context parallel"]
 PLANS["heads apart"] = replace(_ring, execution=replace(_ring.execution, context_exchange="a2a"))
 PLANS["gathered keys"] = replace(_ring, execution=replace(_ring.execution, context_exchange="all_gather"))

@@ -312,6 +312,9 @@ def _precision(plan: Plan) -> dict[str, object]:
         field = {"fp8-format": "fp8", "fp4-format": "fp4"}.get(name, name.replace("-", "_"))
         if field.startswith(("fp8", "fp4")):
             fields[field] = _field(value)
+    if plan.execution.fp8_param_gather:
+        shared = plan.execution.quantization == "mxfp8" and not plan.execution.megatron_fsdp
+        fields |= {"fp8_param": True, "reuse_grad_buf_for_mxfp8_param_ag": shared}
     return fields
 
 

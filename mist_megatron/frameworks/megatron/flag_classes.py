@@ -194,12 +194,13 @@ CLASSES: Sequence[FlagClass] = (
         "fp8-recipe",
         *("delayed", "tensorwise", "blockwise", "mxfp8"),
     ),
+    _priced("weights are kept in 8 bits alone", "fp8-param-gather reuse-grad-buf-for-mxfp8-param-ag"),
     _unpriced(
         "keeps other bytes or casts others than the priced 8-bit training",
-        "fp8-param-gather keep-fp8-transpose-cache fp8-quantizer-factory fp8-output-proj "
+        "keep-fp8-transpose-cache fp8-quantizer-factory fp8-output-proj "
         "disable-fp8-wgrad no-fp8-wgrad "
         "first-last-layers-bf16 num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 "
-        "te-precision-config-file reuse-grad-buf-for-mxfp8-param-ag",
+        "te-precision-config-file",
     ),
     _unpriced("keeps the residual in 4 bytes", "fp32-residual-connection"),
     _unpriced("sharding by PyTorch's FSDP2 is not priced for Megatron", "use-torch-fsdp2"),

@@ -327,6 +327,19 @@ def quantization_of(read: Reader) -> Quantization | None:
     return cast(Quantization, said) if said in get_args(Quantization) and said != "delayed" else None
 
 
+def narrow_weights_of(read: Reader) -> bool | None:
+    """Whether weights of 8-bit products have no 16-bit ones beside them."""
+    if not read.has("fp8-param-gather"):
+        return None
+    shared = read.has("reuse-grad-buf-for-mxfp8-param-ag") or read.has("use-megatron-fsdp")
+    if quantization_of(read) == "mxfp8" and not shared:
+        raise InputError(
+            f"{read.where}: --fp8-param-gather of mxfp8 gathers 16 bits into a buffer of its own",
+            details=("wanted --reuse-grad-buf-for-mxfp8-param-ag: that buffer is not priced",),
+        )
+    return True
+
+
 def optimizer_bytes_of(read: Reader) -> int | None:
     """Of master weight and moments, by a precision-aware optimizer: bf16 weights, and those of delayed
     scaling, hold half of their masters. States in host memory keep 12."""

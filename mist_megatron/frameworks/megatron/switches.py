@@ -37,7 +37,16 @@ def precision_flags(training: TrainingSpec, execution: Execution) -> Flags:
     if training.precision == "fp16":
         return (flag("--fp16"),)
     recipe = RECIPES[execution.quantization or "delayed"] if training.precision == "fp8" else ()
-    return (flag("--bf16"), *recipe)
+    return (flag("--bf16"), *recipe, *_narrow_weights(execution))
+
+
+def _narrow_weights(execution: Execution) -> Flags:
+    """Updated weights of MXFP8 are gathered in 16 bits, into the buffer of gradients unless Megatron-FSDP
+    shards them; else they would need one of their own."""
+    if not execution.fp8_param_gather:
+        return ()
+    shared = execution.quantization == "mxfp8" and not execution.megatron_fsdp
+    return (flag("--fp8-param-gather"), *when(shared, flag("--reuse-grad-buf-for-mxfp8-param-ag")))
 
 
 def overlap_flags(execution: Execution) -> Flags:
