@@ -65,6 +65,7 @@ class Expert:
             deterministic=said.deterministic,
             optimizer_bytes=said.optimizer_bytes,
             quantization=said.quantization,
+            fp8_param_gather=said.fp8_param_gather,
             expert_imbalance=said.expert_imbalance,
         )
         return replace(job_of(self.plan), execution=kept)

@@ -178,6 +178,13 @@ def _outer(tuned: Proved) -> str:
     return "no optimizer states over sub-groups of Megatron-FSDP" if able and not asked else ""
 
 
+def _narrow_weights(tuned: Proved) -> str:
+    able = "fp8_param_gather" in TARGETS[tuned.job.target].capability.switches
+    eight_bit = tuned.job.training.precision == "fp8" and tuned.job.execution.quantization != "nvfp4"
+    asked = tuned.settings.limits.fixed.get("fp8_param_gather") or tuned.job.execution.fp8_param_gather
+    return "weights of 16 bits beside cast ones" if able and eight_bit and not asked else ""
+
+
 LEFT_OUT = (
     LeftOut(told="plans that are faster by less than a millionth", words=lambda tuned: "to a millionth"),
     LeftOut(told="idle GPUs that are no whole nodes, but for parts of the only one", words=_gpus),
@@ -192,6 +199,12 @@ LEFT_OUT = (
         told="other widths of gradients and optimizer states than the usual ones, which train with other "
         "numbers, and sub-groups of replicas with all optimizer states but the largest on as many nodes",
         words=_states,
+    ),
+    LeftOut(
+        keys=("fp8_param_gather",),
+        told="weights in 8 bits alone (`--fp8-param-gather`), which train with other numbers, unless "
+        "`--fix fp8_param_gather=1` asks for them",
+        words=_narrow_weights,
     ),
     LeftOut(
         keys=("outer_sharding",),

@@ -74,6 +74,7 @@ def shape_words(plan: Plan) -> str:
     words += [f"{plan.vpp} chunks per stage"] * (plan.vpp > 1)
     words += ["sequence parallel"] * plan.sequence_parallel
     words += ["tensor-parallel overlap"] * bool(plan.execution.tp_comm_overlap)
+    words += ["weights in 8 bits alone"] * bool(plan.execution.fp8_param_gather)
     words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
     instances = plan.execution.instances
     if instances > 1:

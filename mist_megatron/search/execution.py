@@ -58,6 +58,8 @@ class ExecutionChoice:
         ranks = head_ranks(self.job.execution)
         if not all(shares_heads(kind, shape.tp, ranks) for kind in self.job.model.kinds if kind.attends):
             return False
+        if self.job.execution.fp8_param_gather and min(shape.zero) == 0:
+            return False
         if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
             return False
         if (self.sends and shape.ep * shape.etp == 1) or (shape.vpp > 1 and not self.chunked):
@@ -90,6 +92,7 @@ def _pairs(shape: EqualPipeline) -> bool:
 def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionChoice]:
     """The job under each way of execution to be searched."""
     job = _with_modules(with_said(job, limits), limits)
+    limits = _beside_narrow_weights(job, limits)
     alone = replace(limits, fixed={**limits.fixed, "pp": 1})
     require_spread(job, space, limits)
     kinds = dispatchers(job, space, limits)
@@ -115,6 +118,14 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
     if not choices:
         raise InputError(_none_open(job, space, limits))
     return choices
+
+
+def _beside_narrow_weights(job: Job, limits: Limits) -> Limits:
+    """Weights in 8 bits alone leave no states for the host, but by delayed scaling."""
+    delayed = job.execution.quantization in (None, "delayed")
+    if not job.execution.fp8_param_gather or delayed:
+        return limits
+    return replace(limits, forbidden=limits.forbidden | {"offload.optimizer"})
 
 
 def _choices(choice: ExecutionChoice, space: Space) -> Iterator[ExecutionChoice]:

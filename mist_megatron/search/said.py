@@ -9,7 +9,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.space import WIDTHS, Limits
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.megatron_rules import modules_refused
-from mist_megatron.targets.megatron_switches import state_widths
+from mist_megatron.targets.megatron_switches import narrow_weights_refused, state_widths
 from mist_megatron.targets.table import TARGETS
 
 
@@ -22,6 +22,8 @@ def with_said(job: Job, limits: Limits) -> Job:
         said["fused_cross_entropy"] = bool(limits.fixed["fused_cross_entropy"])
     if limits.fixed.get("delayed_weight_grad"):
         said |= {"delayed_weight_grad": True, "expert_overlap": True}
+    if limits.fixed.get("fp8_param_gather"):
+        said["fp8_param_gather"] = True
     if limits.recompute_modules is not None:
         said["recompute_modules"] = limits.recompute_modules
     return replace(job, execution=replace(job.execution, **said)) if said else job  # type: ignore[arg-type]
@@ -34,6 +36,8 @@ def _refused(job: Job, limits: Limits) -> Iterator[str]:
     yield from _exchange(job, limits)
     if limits.fixed.get("delayed_weight_grad"):
         yield from _delayed(job, limits)
+    if limits.fixed.get("fp8_param_gather"):
+        yield from _narrow_weights(job, limits)
 
 
 def _widths(job: Job, limits: Limits) -> Iterator[str]:
@@ -77,6 +81,16 @@ def _exchange(job: Job, limits: Limits) -> Iterator[str]:
     said += [f"context_inner={n}"] if (n := limits.fixed.get("context_inner", 1)) > 1 else []
     if said and not TARGETS[job.target].capability.context_parallel:
         yield f"--fix {','.join(said)}: {job.target} has no context parallelism"
+
+
+def _narrow_weights(job: Job, limits: Limits) -> Iterator[str]:
+    where = "--fix fp8_param_gather=1"
+    if "fp8_param_gather" not in TARGETS[job.target].capability.switches:
+        yield f"{where}: {job.target} has no weights in 8 bits, wanted target megatron"
+    kept = limits.fixed.get("optimizer_bytes", job.execution.optimizer_bytes)
+    execution, level = replace(job.execution, optimizer_bytes=kept), limits.fixed.get("zero", 1)
+    refused = narrow_weights_refused(job.training.precision, execution, least_zero=level, offloads=False)
+    yield from (f"{where}: {why}" for why in refused)
 
 
 def _delayed(job: Job, limits: Limits) -> Iterator[str]:

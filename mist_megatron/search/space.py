@@ -367,7 +367,7 @@ EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures, and graphs of dense layers."""
 OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp", "outer_sharding")
 """Switches of how a job is executed."""
-SAID = ("fused_cross_entropy", "delayed_weight_grad")
+SAID = ("fused_cross_entropy", "delayed_weight_grad", "fp8_param_gather")
 """Switches that are as the target does, unless --fix says otherwise."""
 ON_OFF_KEYS = ("sequence_parallel", *OVERLAPS, *EXPERT_SWITCHES, *SAID)
 """Switches that --fix sets: 1 for on, 0 for off."""
