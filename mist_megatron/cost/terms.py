@@ -190,6 +190,8 @@ class TimeContext:
     """Of a stage's layers the first are the recomputed ones; its last ones otherwise."""
     kind_of_layer: tuple[int, ...] = ()
     """The model's layers, in order, by their kinds' places."""
+    agrees_on_maxima: bool = False
+    """Operands of 8 bits are scaled by the largest elements so far, on which ranks agree after each pass."""
     tied_prices: tuple[Prices, ...] = ()
     """Of the nodes at both ends of a mixed cluster, where they sum the gradients of a tied embedding as
     quickly as the slower end; of three kinds or more as quickly as the slowest. Empty where all are alike."""
@@ -317,6 +319,7 @@ def time_context_of(job: Job, prices: Prices, facts: MemoryFacts, without: froze
         delayed_weight_grad=bool(execution.delayed_weight_grad),
         recomputes_first_layers=facts.recomputes_first_layers,
         kind_of_layer=tuple(job.model.kind_of_layer),
+        agrees_on_maxima=job.training.precision == "fp8" and execution.quantization in (None, "delayed"),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mist_megatron.cost.boundary import BoundaryWork, boundary_work
 from mist_megatron.cost.expert_traffic import expert_count, expert_gather, exposed_exchange, reduced_once
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.host_work import host_seconds
 from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import (
     NOTHING_AGAIN,
@@ -121,7 +122,7 @@ class StageWork:
     head: LayerWork | None
     boundary: BoundaryWork
     host_s: Array
-    """The host's work per micro-batch, forward and backward together."""
+    """The host's work per micro-batch, and what ranks agree on, forward and backward together."""
     step: Mapping[Term, Linear]
     """Once per optimizer step, besides what the layers' own passes have of it."""
     resharding_s: tuple[tuple[Array, Array], ...] = ()
@@ -485,13 +486,3 @@ def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: 
             update = context.prices.of(HostAdam(grid.offload.optimizer * load.parameters / divisor)).seconds
             exposed = exposed + np.maximum(update - before_s, 0.0)
     return Linear(exposed)
-
-
-def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
-    """Host work per micro-batch. Every chunk of an interleaved stage meets its neighbours for itself; where
-    transfers run beside compute it waits for none of them, and the bookkeeping of one exchange is left."""
-    if Term.HOST_WORK in context.without:
-        return ZERO
-    exchanges = 1 if context.facts.pipeline.sends_overlap_when_interleaved else grid.vpp
-    exchange_s = exchanges * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
-    return np.asanyarray(context.facts.host.per_micro_batch_s + exchange_s)

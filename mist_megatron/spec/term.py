@@ -141,7 +141,11 @@ class Term(StrEnum):
         "updated weights gathered where nothing hides it",
     )
     HOST_WORK = _facts(
-        "host_work", T | SWITCH, HOST, EACH, "the host's work of a micro-batch: data, loss, exchanges"
+        "host_work",
+        T | SWITCH,
+        HOST,
+        EACH,
+        "the host's work of a micro-batch: data, loss, exchanges; scales that all ranks agree on",
     )
     HOST_STEP = _facts(
         "host_step", D | SWITCH, HOST, STEP, "the host's work of a step: overflow check, clipping, logging"

@@ -9,16 +9,18 @@ import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
+from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.layers import LayerOptions, block, head
 from mist_megatron.cost.mtp import whole_head
 from mist_megatron.cost.operators import WorkKind
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.price.datasheet import datasheet_prices
-from mist_megatron.price.prices import Gemm, GroupedGemm, MemoryPass
+from mist_megatron.price.prices import Collective, Gemm, GroupedGemm, MemoryPass, Priced
 from mist_megatron.price.wrappers import EightBitOutput, FourBitPrices, WideLayers
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.term import Term
 
 
 def works(operators):
@@ -58,8 +60,41 @@ def test_what_is_gained_is_what_published_runs_gained(runs_dir):
             measured = row.measured_s / rows[half].measured_s
             errors.append(seconds[name] / seconds[half] / measured - 1.0)
     assert len(errors) > 3
-    assert np.abs(errors).max() < 0.10
-    assert np.abs(errors).mean() < 0.05
+    # Without the maxima that replicas agree on 0.079 and 0.040.
+    assert np.abs(errors).max() < 0.05
+    assert np.abs(errors).mean() < 0.025
+
+
+class SlowMaxima:
+    """Prices at which ranks take a millisecond to agree on a few bytes; it notes how many do, and where."""
+
+    def __init__(self, prices):
+        self.prices, self.asked = prices, set()
+
+    def of(self, work):
+        if not (isinstance(work, Collective) and 0.0 < np.max(work.moved_bytes) < 1e3):
+            return self.prices.of(work)
+        self.asked.add((work.kind, float(np.max(work.ranks)), float(np.max(work.nodes))))
+        return Priced(np.full(np.shape(work.ranks), 1e-3))
+
+    def interference(self):
+        return self.prices.interference()
+
+
+def test_ranks_agree_on_maxima_behind_every_pass(runs_dir):
+    """Transformer Engine reduces the maxima of delayed scaling where an autocast ends, which is a pass of a
+    chunk, over all ranks of the stage: in NVIDIA's GPT-3 175B on 1,024 GPUs 128 of them, 12 chunks, there and
+    back. Other recipes have none to reduce."""
+    text = (runs_dir / "nvidia_h100_fp8.csv").read_text("utf-8")
+    rows = {row.row_id: row for row in read_rows(text, "nvidia_h100_fp8")}
+    plan, seconds = rows["dgxc-gpt3-175b-fp8-1024"].plan, {}
+    for recipe in ("delayed", "tensorwise"):
+        told = replace(plan, execution=replace(plan.execution, quantization=recipe))
+        prices = SlowMaxima(datasheet_prices(told.cluster, "fp8"))
+        predicted = predict(told, make_evaluator(job_of(told), prices))
+        seconds[recipe] = predicted.stages[1].stable_terms_s[Term.HOST_WORK]
+        assert prices.asked == ({("all_reduce", 128.0, 16.0)} if recipe == "delayed" else set())
+    assert seconds["delayed"] - seconds["tensorwise"] == pytest.approx(2 * 12 * 1e-3)
 
 
 def test_four_bits_halve_products_and_nothing_else():
