@@ -11,19 +11,21 @@ from mist_megatron.cost.algebra import Expr, maximum, minimum
 from mist_megatron.cost.operators import ZERO
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, INNER, KEY, QUERY, SCORES, TOKENS
 from mist_megatron.cost.symbols import HEAD_DIM, KV_HEADS, TP, S
-from mist_megatron.spec.model import ModelSpec
+from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.recompute import PARTIAL, WHOLE, Recompute
 
 
-def local_differences(model: ModelSpec, *, recompute: Recompute) -> dict[str, Expr]:
+def local_differences(model: LayerSpec, *, recompute: Recompute) -> dict[str, Expr]:
     """Bytes beyond the graph of `layers.py` without a fused attention core, by reason."""
     found: dict[str, Expr] = {}
     if model.norm == "rmsnorm":
         # torch's composite RMSNorm keeps input and result in fp32 instead of the half-precision input.
-        found["norms_in_fp32"] = 2 * (2 + 2 - 1) * ACTIVATION
-    if model.gated_mlp:
+        found["norms_in_fp32"] = model.norms * (2 + 2 - 1) * ACTIVATION
+    if model.gated_mlp and model.has_mlp:
         # silu(gate) and a shifted copy of the other half, which a fused kernel computes again.
         found["gated_product_unfused"] = 2 * HALF * TOKENS * INNER
+    if not model.attends:
+        return found
     if model.rotary:
         # Cosines and sines, made anew for queries and for keys.
         found["rotary_tables"] = 4 * HALF * S * HEAD_DIM
@@ -37,7 +39,7 @@ def local_differences(model: ModelSpec, *, recompute: Recompute) -> dict[str, Ex
     return found
 
 
-def _qkv_copies(model: ModelSpec, *, recompute: Recompute) -> Expr:
+def _qkv_copies(model: LayerSpec, *, recompute: Recompute) -> Expr:
     """Queries, keys and values are views of one projection until something copies them."""
     grouped = model.kv_heads < model.heads
     kept = HALF * TOKENS * (QUERY + 2 * KEY)

@@ -17,6 +17,7 @@ from mist_megatron.ask.lint_folder import (
     said_by,
     stages_alone,
     stages_beside,
+    with_layers,
     with_sourced,
 )
 from mist_megatron.ask.lint_trainer import beside, started, told_by
@@ -153,8 +154,8 @@ def lint(
         if run is not None:
             stages = stages_beside(path, "args.")
             if stages is not None:
-                return _priced(_of_stages(run.options, stages, path, words))
-            return _priced(_of_yaml(run, path, words))
+                return _priced(_of_stages(with_layers(run.options, path), stages, path, words))
+            return _priced(_of_yaml(replace(run, options=with_layers(run.options, path)), path, words))
         return _priced(_trainer(document, path, words, checkpointing=checkpointing))
     alone = stages_alone(text, str(path))
     if alone is not None:
@@ -300,6 +301,7 @@ def _refused(plan: Plan, key: str) -> tuple[Finding, ...]:
 def _megatron(text: str, file: Path, job: JobWords, given: Mapping[str, str]) -> Linted:
     where = str(file)
     command = read_command_line(text, where, given)
+    command = replace(command, options=with_layers(command.options, file))
     common = command.options
     if not common:
         raise InputError(f"{where}: no flags found; wanted a Megatron command line or a DeepSpeed JSON")

@@ -11,6 +11,8 @@ from typing import Any
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import load_mapping, read_text
 from mist_megatron.frameworks.deepspeed.arguments import DEEPSPEED_ARRAYS
+from mist_megatron.frameworks.megatron.block_configs import FILE, PATH, TEXT
+from mist_megatron.frameworks.megatron.command import OPEN_VALUE, Options
 from mist_megatron.frameworks.stages_json import check_stages
 
 _NAMES = ("args.sh", "ds_config.json", "ds_config.stage0.json", "train.sh")
@@ -18,7 +20,7 @@ _NAMES = ("args.sh", "ds_config.json", "ds_config.stage0.json", "train.sh")
 _STARTERS = frozenset(
     {
         *("train.sh", "env.sh", "stages.json", "slurm.sbatch", "deepspeed_launcher.sh", "pytorchjob.yaml"),
-        *("trainjob.yaml", "trainjob-2.1.yaml", "skypilot.yaml", "plan.yaml"),
+        *("trainjob.yaml", "trainjob-2.1.yaml", "skypilot.yaml", "plan.yaml", FILE),
     }
 )
 """Emitted files that start what others say, or hold what people fill in."""
@@ -91,6 +93,20 @@ def stages_beside(file: Path, start: str) -> dict[str, Any] | None:
     if not file.name.startswith((start, "train.sh")) or not beside.is_file():
         return None
     return check_stages(load_mapping(beside), str(beside))
+
+
+def with_layers(options: Options, file: Path) -> Options:
+    """The flags with the text of the JSON of block configs that they name, as Megatron's parser adds it. What
+    a script leaves open of its folder is that of the script."""
+    named = options.get(PATH, ())
+    if not named or not named[0] or TEXT in options:
+        return options
+    mark = OPEN_VALUE.match(named[0])
+    name = named[0] if mark is None else named[0][mark.end() :].lstrip("/")
+    here = mark is None or "BASH_SOURCE" in mark.group() or (file.parent / name).is_file()
+    if OPEN_VALUE.search(name) or not here:
+        return options
+    return {**options, PATH: (name,), TEXT: (read_text(file.parent / name),)}
 
 
 def config_beside(text: str, file: Path) -> Path | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mist_megatron.errors import InputError
+from mist_megatron.formats.block_configs import nemotron_nas
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.formats.huggingface_constants import constants_from_huggingface, window_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
@@ -197,6 +198,7 @@ _READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "gemma": _gemma,
     "phi3": _phi3,
     "starcoder2": _starcoder2,
+    "nemotron-nas": nemotron_nas,
     **EXPERT_READERS,
     **HYBRID_READERS,
     **GROUP_READERS,

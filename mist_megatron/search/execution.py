@@ -23,6 +23,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
+from mist_megatron.targets.megatron_layers import by_block_configs
 from mist_megatron.targets.megatron_rules import head_ranks, no_context, shares_heads
 from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
@@ -110,6 +111,7 @@ def execution_choices(job: Job, space: Space, limits: Limits) -> list[ExecutionC
                 shards=bool(variant.execution.megatron_fsdp)
                 and job.execution.megatron_fsdp is None
                 and not limits.fixed.get("megatron_fsdp"),
+                chunked=not by_block_configs(job.model),
                 coprime=context.ranks > 1 and limits.allows("cp", 1) and job.execution.context_parallel == 1,
             ),
             space,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mist_megatron.errors import InputError
 from mist_megatron.search.space import WIDTHS, Limits
 from mist_megatron.spec.job import Job
+from mist_megatron.targets.megatron_layers import chunks_refused
 from mist_megatron.targets.megatron_rules import modules_refused
 from mist_megatron.targets.megatron_switches import narrow_weights_refused, state_widths
 from mist_megatron.targets.table import TARGETS
@@ -34,6 +35,7 @@ def _refused(job: Job, limits: Limits) -> Iterator[str]:
     yield from _modules(job, limits)
     yield from _fused_loss(job, limits)
     yield from _exchange(job, limits)
+    yield from _chunks(job, limits)
     if limits.fixed.get("delayed_weight_grad"):
         yield from _delayed(job, limits)
     if limits.fixed.get("fp8_param_gather"):
@@ -91,6 +93,12 @@ def _narrow_weights(job: Job, limits: Limits) -> Iterator[str]:
     execution, level = replace(job.execution, optimizer_bytes=kept), limits.fixed.get("zero", 1)
     refused = narrow_weights_refused(job.training.precision, execution, least_zero=level, offloads=False)
     yield from (f"{where}: {why}" for why in refused)
+
+
+def _chunks(job: Job, limits: Limits) -> Iterator[str]:
+    vpp = limits.fixed.get("vpp", 1)
+    if vpp > 1:
+        yield from (f"--fix vpp={vpp}: {why}" for why in chunks_refused(job.model))
 
 
 def _delayed(job: Job, limits: Limits) -> Iterator[str]:

@@ -33,7 +33,9 @@ key in `formats.model_yaml`, and what a target cannot run of it in `targets.rule
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import Literal
 
 from mist_megatron.errors import InputError
@@ -387,3 +389,20 @@ class LayerGroup:
     def kind(self, position: int) -> LayerKind:
         """Of its layer at that position, from 0."""
         return self.pattern[position % len(self.pattern)]
+
+
+MOST_TURNS = 12
+"""Layers after which a pattern begins anew; twice the longest of published models (Gemma 3: 6)."""
+
+
+def groups_in_turn(order: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
+    """Few groups: layers that take turns, behind those of one kind at the start; else run by run."""
+    runs = [(kind, len(list(run))) for kind, run in groupby(order)]
+    first, start = runs[0]
+    for before in (0, start):
+        rest = order[before:]
+        for period in range(1, min(len(rest), MOST_TURNS) + 1):
+            if all(kind == rest[place % period] for place, kind in enumerate(rest)):
+                last = LayerGroup(layers=len(rest), pattern=tuple(rest[:period]))
+                return (LayerGroup(layers=before, pattern=(first,)), last) if before else (last,)
+    return tuple(LayerGroup(layers=count, pattern=(kind,)) for kind, count in runs)

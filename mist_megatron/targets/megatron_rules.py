@@ -17,6 +17,7 @@ from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan
 from mist_megatron.spec.recompute import PARTIAL, Module
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.megatron_layers import block_refusals, block_rules
 from mist_megatron.targets.megatron_switches import switch_rules
 
 
@@ -28,6 +29,7 @@ def plan_rules(plan: Plan) -> tuple[str, ...]:
         *_context(plan),
         *_determinism(plan),
         *_experts(plan),
+        *block_rules(plan),
         *switch_rules(plan),
     )
 
@@ -36,7 +38,7 @@ def model_rules(model: ModelSpec) -> tuple[str, ...]:
     """What Megatron refuses of a model, whatever the plan."""
     experts = model.routed
     if experts is None or experts.top_k > 1 or experts.router != "softmax":
-        return ()
+        return tuple(block_refusals(model))
     return (
         f"model {model.name}: a softmax over its one chosen expert learns nothing (TC:2336), wanted "
         "router: softmax_before_top_k or sigmoid",
@@ -139,8 +141,9 @@ def _tensor_parallel(plan: Plan) -> Iterator[str]:
 
 def _tensor_size(plan: Plan, tp: int) -> Iterator[str]:
     cp, model = plan.execution.context_parallel, plan.model
-    if not shares_out(model.ffn_hidden, tp):
-        yield f"tp {tp}: must divide ffn_hidden {model.ffn_hidden} (core/tensor_parallel/layers.py)"
+    for width in sorted({kind.ffn_hidden for kind in model.kinds if kind.has_mlp}):
+        if not shares_out(width, tp):
+            yield f"tp {tp}: must divide ffn_hidden {width} (core/tensor_parallel/layers.py)"
     if plan.sequence_parallel and plan.training.seq_len % (tp * cp):
         yield (
             f"tp {tp} x context_parallel {cp}: sequence parallelism splits the sequence of "

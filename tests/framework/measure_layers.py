@@ -26,9 +26,22 @@ class LayerShape:
     seq: int
     batch: int
     bias: bool = False
+    half: str | None = None
+    """Of a layer of block configs: mixer or mlp."""
+
+    @property
+    def entry(self) -> dict[str, dict[str, object]]:
+        """As NVIDIA's Puzzle says such a layer."""
+        attention: dict[str, object] = {"n_heads_in_group": self.heads // self.kv_heads}
+        mlp: dict[str, object] = {"ffn_hidden_size": self.ffn}
+        if self.half == "mlp":
+            attention = {"n_heads_in_group": None, "no_op": True}
+        if self.half == "mixer":
+            mlp = {"ffn_mult": None, "no_op": True}
+        return {"attention": attention, "ffn": mlp}
 
 
-SHAPES = tuple(
+PLAIN = tuple(
     LayerShape(f"{family}-{k}", family, hidden, ffn, heads, kv, seq, batch, bias)
     for k, (family, hidden, ffn, heads, kv, seq, batch, bias) in enumerate(
         (
@@ -49,6 +62,25 @@ SHAPES = tuple(
         )
     )
 )
+BLOCKS = tuple(
+    LayerShape(f"block-{k}", "llama", hidden, ffn, heads, kv, seq, batch, half=half)
+    for k, (hidden, ffn, heads, kv, seq, batch, half) in enumerate(
+        (
+            (64, 192, 4, 4, 16, 2, None),
+            (64, 96, 4, 2, 16, 2, None),
+            (128, 352, 8, 2, 24, 3, None),
+            (160, 448, 10, 10, 40, 2, None),
+            (64, 192, 4, 4, 16, 2, "mixer"),
+            (96, 256, 6, 2, 32, 1, "mixer"),
+            (128, 384, 8, 8, 24, 3, "mixer"),
+            (64, 192, 4, 4, 16, 2, "mlp"),
+            (96, 352, 6, 6, 32, 1, "mlp"),
+            (128, 64, 8, 8, 24, 3, "mlp"),
+        )
+    )
+)
+"""Layers that Megatron builds from a JSON of block configs."""
+SHAPES = (*PLAIN, *BLOCKS)
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -56,16 +88,19 @@ def build_layer(shape: LayerShape, sequence_parallel: bool, recompute: str, tp: 
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
+    listed = shape in BLOCKS
+    more = {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": [shape.entry]})}
     gated = shape.family == "llama"
     norm = "RMSNorm" if gated else "LayerNorm"
-    config = TransformerConfig(
+    config = (HeterogeneousTransformerConfig if listed else TransformerConfig)(
         num_layers=1,
         hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
+        ffn_hidden_size=4 * shape.hidden if listed else shape.ffn,
         num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
+        num_query_groups=shape.heads if listed else shape.kv_heads,
         normalization=norm,
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel,
@@ -82,7 +117,15 @@ def build_layer(shape: LayerShape, sequence_parallel: bool, recompute: str, tp: 
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
         recompute_granularity="selective" if recompute == "selective" else None,
+        **(more if listed else {}),
     )
+    if listed:
+        from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+            get_gpt_heterogeneous_layer_spec,
+        )
+
+        (spec,) = get_gpt_heterogeneous_layer_spec(config).layer_specs
+        return build_module(spec, config=config.get_config_for_layer(1), layer_number=1).bfloat16()
     return build_module(get_gpt_layer_local_spec(), config=config, layer_number=1).bfloat16()
 
 

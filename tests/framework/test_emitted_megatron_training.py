@@ -81,15 +81,12 @@ def stage(layers: int, *, dp: int = 1, tp: int = 1, micro_batch: int = 2, **more
 def plan(*stages: StagePlan, **more: object) -> Plan:
     first = stages[0]
     return Plan(
-        model=MODEL,
-        training=TRAINING,
         cluster=ClusterSpec(
             gpu=catalogue.gpu("a100-sxm-80gb"), nodes=1, gpus_per_node=sum(s.gpus for s in stages)
         ),
-        target="megatron+patches",
         grad_accum=BATCH // (first.dp * first.micro_batch),
         stages=stages,
-        **more,
+        **{"model": MODEL, "training": TRAINING, "target": "megatron+patches", **more},
     )
 
 

@@ -41,7 +41,7 @@ def measured(tp: int) -> dict[str, dict[str, int]]:
 
 
 def model_of(shape: LayerShape):
-    return model_from_mapping(
+    model = model_from_mapping(
         {
             "family": shape.family,
             "layers": 1,
@@ -54,6 +54,7 @@ def model_of(shape: LayerShape):
         },
         "model",
     )
+    return model.kind("layer", half=shape.half)
 
 
 def values(shape: LayerShape, tp: int, sp: bool) -> dict:

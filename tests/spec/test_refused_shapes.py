@@ -26,9 +26,17 @@ LLAMA = {"model_type": "llama", **SHAPE}
 FALCON, OPT = {"model_type": "falcon", **SHAPE}, {"model_type": "opt", "ffn_dim": 96, **SHAPE}
 NEXT, NEMOTRON = {"model_type": "qwen3_next", **SHAPE}, PUBLISHED["nemotron-h-8b"]
 DEEPSEEK = {"model_type": "deepseek_v3", **SHAPE}
+BLOCKS = [{"attention": {"n_heads_in_group": size}, "ffn": {"ffn_mult": 2.0}} for size in (1, 2, 4, 4)]
+PUZZLE = {"model_type": "nemotron-nas", **SHAPE, "block_configs": BLOCKS}
 VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
 SWIN = {"model_type": "swin", "architectures": ["SwinForImageClassification"]}
 YARN = {"rope_type": "llama3", "factor": 8.0}
+
+
+def with_parts(attention: dict[str, Any], mlp: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A layer of block configs."""
+    first = BLOCKS[0]
+    return {"attention": {**first["attention"], **attention}, "ffn": {**first["ffn"], **(mlp or {})}}
 
 
 @pytest.mark.parametrize(("config", "changed", "said"), [
@@ -61,6 +69,19 @@ YARN = {"rope_type": "llama3", "factor": 8.0}
     (OPT, {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
     (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq is not 1"),
     (DEEPSEEK, {"num_key_value_heads": 2}, "latent attention"),
+    (PUZZLE, {"block_configs": None}, "wanted a list with an entry a layer"),
+    (PUZZLE, {"block_configs": BLOCKS[:3]}, "has 3 layers and num_hidden_layers is 4"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], 4]}, r"block_configs\[3\] is 4; wanted a mapping"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], {"attention": BLOCKS[0]["attention"]}]}, "ffn is None"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], with_parts({"n_heads_in_group": 3})]}, "divide the 4 heads"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], with_parts({"no_op": True}, {"no_op": True})]}, "both no_op"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], with_parts({"replace_with_linear": True})]}, "single product"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], with_parts({"window_length": 8})]}, "window_length is 8"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], with_parts({}, {"ffn_mult": None})]}, "ffn_mult is missing"),
+    (PUZZLE, {"block_configs": [*BLOCKS[:3], with_parts({}, {"ffn_mult": -1.0})]}, "has 0 columns"),
+    (PUZZLE, {"hidden_size": 10**400}, "wanted 1 to"),
+    (PUZZLE, {"hidden_act": "gelu"}, "wanted silu"),
+    (PUZZLE, {"mlp_bias": True}, "biases of such layers"),
 ])  # fmt: skip
 def test_configs(config: dict[str, Any], changed: dict[str, Any], said: str) -> None:
     model_from_huggingface(config, "x")

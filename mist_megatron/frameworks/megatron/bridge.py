@@ -40,6 +40,7 @@ from mist_megatron.frameworks.megatron.switches import (
 )
 from mist_megatron.frameworks.megatron.write import distributed_optimizer, layout, offloads_optimizer
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.megatron_layers import by_block_configs
 from mist_megatron.targets.table import TARGETS
 
 SCRIPT = '''"""Start this plan in Megatron-Bridge: torchrun --nproc-per-node GPUS bridge.py
@@ -160,6 +161,8 @@ def no_bridge(plan: Plan) -> str:
     """Why Megatron-Bridge cannot be told a plan, or nothing."""
     if plan.execution.megatron_fsdp:
         return "its own words for Megatron-FSDP are not known"
+    if by_block_configs(plan.model):
+        return "its own words for a JSON of block configs are not known"
     if is_hybrid(plan.model) and plan.vpp > 1:
         return "its HybridModelProvider (0.6.2) has no interleaved stages"
     return ""

@@ -11,16 +11,18 @@ from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.flags import arguments, as_mapping
 from mist_megatron.frameworks.framework import Framework
 from mist_megatron.frameworks.launch import LaunchSources, launch_facts, launchers, render, shell_arrays
+from mist_megatron.frameworks.megatron.block_configs import FILE, block_text
 from mist_megatron.frameworks.megatron.bridge import SCRIPT, bridge_text, no_bridge
 from mist_megatron.frameworks.megatron.chosen import chosen
 from mist_megatron.frameworks.megatron.fsdp import CHECKPOINTS
 from mist_megatron.frameworks.megatron.hybrids import is_hybrid
-from mist_megatron.frameworks.megatron.model import VERSION
+from mist_megatron.frameworks.megatron.model import VERSION, own_shape
 from mist_megatron.frameworks.megatron.patches import Patch, patches
 from mist_megatron.frameworks.megatron.write import common_flags, require_emittable, stages, stages_differ
 from mist_megatron.frameworks.readme import PACKAGE_NOTES, readme_text
 from mist_megatron.frameworks.stages_json import stages_text
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.megatron_layers import by_block_configs
 
 
 def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
@@ -36,13 +38,14 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         package=bool(named) or stages_differ(plan),
         resized=Patch.STATE_OFFLOAD in named,
     )
-    hybrid = is_hybrid(plan.model)
+    hybrid, by_layer = is_hybrid(plan.model), by_block_configs(plan.model)
     sharded, unbridged = bool(plan.execution.megatron_fsdp), no_bridge(plan)
     facts = {
         **launched,
         "environment": document["environment"],
         "vocab": plan.model.vocab,
         "hybrid": hybrid,
+        "layers": by_layer,
         "checkpoints": CHECKPOINTS if sharded else "torch_dist",
     }
     listed = {
@@ -62,6 +65,7 @@ def files(plan: Plan, sources: LaunchSources) -> Mapping[str, str]:
         "env.sh": render(sources, "env_megatron.sh.j2", facts),
         "args.sh": shell_arrays({"MEGATRON_ARGS": flags}),
         "args.json": json.dumps(listed, indent=2) + "\n",
+        **({FILE: block_text(own_shape(plan.model))} if by_layer else {}),
         "args.yaml": yaml.safe_dump(as_mapping(flags), sort_keys=False),
         **({"bridge.yaml": bridge_text(plan), "bridge.py": SCRIPT} if not unbridged else {}),
         "stages.json": stages_text(document),
@@ -79,7 +83,8 @@ def _notes(plan: Plan, *, package: bool) -> list[str]:
         "",
         *(_UNBRIDGED_NOTES if why else _BRIDGE_NOTES),
         *((f"There is no `bridge.yaml` for Megatron-Bridge: {why}.",) if why else ()),
-        *(() if all(kind.attends and kind.half is None for kind in plan.model.kinds) else _HYBRID_NOTES),
+        *(_LAYER_NOTES if by_block_configs(plan.model) else ()),
+        *(_HYBRID_NOTES if is_hybrid(plan.model) or any(kind.delta_net for kind in plan.model.kinds) else ()),
     ]
 
 
@@ -92,6 +97,9 @@ _UNBRIDGED_NOTES = ("`args.json` and `args.yaml` hold the same arguments as `arg
 _HYBRID_NOTES = (
     "A model of a layer pattern needs Megatron-LM's `pretrain_hybrid.py` (`pretrain_mamba.py` before) and",
     "mamba-ssm, one with delta nets flash-linear-attention, on every node.",
+)
+_LAYER_NOTES = (
+    "`layers.json` says what each layer has; `args.sh` has its name, and `train.sh` adds where it lies.",
 )
 
 

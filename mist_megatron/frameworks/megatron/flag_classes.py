@@ -54,7 +54,8 @@ CLASSES: Sequence[FlagClass] = (
         "make-vocab-size-divisible-by qk-layernorm window-size window-attn-skip-freq "
         "qk-l2-norm no-rope-freq "
         "attention-output-gate linear-attention-freq linear-key-head-dim linear-num-key-heads "
-        "linear-num-value-heads linear-value-head-dim",
+        "linear-num-value-heads linear-value-head-dim "
+        "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
     ),
     _unpriced("layers of another kind", "experimental-attention-variant", "gated_delta_net"),
     _unpriced("a convolution of another width", "linear-conv-kernel-dim", "4"),
@@ -167,8 +168,7 @@ CLASSES: Sequence[FlagClass] = (
     _indifferent("acts only with --cpu-offloading-num-layers", "cpu-offloading-retain-pinned-cpu-buffers"),
     _unpriced(
         "layers other than attention and MLP are not priced",
-        "hybrid-override-pattern is-hybrid-model spec "
-        "heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json",
+        "hybrid-override-pattern is-hybrid-model spec",
     ),
     _unpriced("states of other optimizers have another size", "optimizer", "adam", "adamw"),
     _unpriced(

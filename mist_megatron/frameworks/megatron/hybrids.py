@@ -11,11 +11,12 @@ from mist_megatron.frameworks.flags import Flags, flag, when
 from mist_megatron.spec.layer import LayerKind
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
+from mist_megatron.targets.megatron_layers import by_block_configs
 
 
 def is_hybrid(model: ModelSpec) -> bool:
     """Whether Megatron builds it layer by layer of a pattern."""
-    return all(kind.half is not None for kind in model.kinds)
+    return all(kind.half is not None for kind in model.kinds) and not by_block_configs(model)
 
 
 def letter(kind: LayerKind) -> str:
@@ -73,6 +74,8 @@ def _turns(model: ModelSpec) -> str:
 def unwritten_kinds(model: ModelSpec) -> bool:
     """Whether its layers are of half a block or have delta nets in a way that no flag says."""
     kinds = model.kinds
+    if by_block_configs(model):
+        return any(kind.attention_gate for kind in kinds)
     halves = [kind.half is not None for kind in kinds]
     nets = [kind.delta_net is not None for kind in kinds]
     if any(halves):

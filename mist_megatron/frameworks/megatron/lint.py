@@ -19,6 +19,7 @@ from mist_megatron.frameworks.megatron.context import context_findings
 from mist_megatron.frameworks.megatron.flag_classes import class_of, unpriced_flags
 from mist_megatron.frameworks.megatron.fsdp import BUCKETS, fsdp_findings
 from mist_megatron.frameworks.megatron.lint_experts import expert_findings, latent_findings
+from mist_megatron.frameworks.megatron.lint_layers import layer_findings
 from mist_megatron.frameworks.megatron.model import VERSION as PARSER_VERSION
 from mist_megatron.frameworks.megatron.patches import Patch
 from mist_megatron.frameworks.megatron.reader import Reader, cut
@@ -116,6 +117,7 @@ def lint_megatron(
             _profiling,
             expert_findings,
             latent_findings,
+            layer_findings,
         ):
             findings += _certain(read, rule)
         of_layers = "use-megatron-fsdp" in options

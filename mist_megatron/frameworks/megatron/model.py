@@ -7,17 +7,19 @@ from typing import Any
 
 from mist_megatron.frameworks.findings import Refusal
 from mist_megatron.frameworks.flags import Flags, flag, when
+from mist_megatron.frameworks.megatron.block_configs import block_flags
 from mist_megatron.frameworks.megatron.experts import (
     expert_flags,
     latent_attention_of,
     latent_flags,
     prediction_flags,
 )
-from mist_megatron.frameworks.megatron.hybrids import scan_flags, unwritten_kinds
+from mist_megatron.frameworks.megatron.hybrids import is_hybrid, scan_flags, unwritten_kinds
 from mist_megatron.spec.constants import ModelConstants
 from mist_megatron.spec.layer import kind_of
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.training import TrainingSpec
+from mist_megatron.targets.megatron_layers import by_block_configs
 
 VERSION = "0.19.2"
 """The megatron-core whose argument parser these flags are tested against."""
@@ -35,6 +37,9 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
     kinds = model.kinds if model.groups else (kind_of(model, "own"), *model.kinds)
     whole = [replace(k, half=None, mamba=None, delta_net=None, attention_gate=False) for k in kinds]
     same: dict[str, Any] = {"window": None, "chunk": None, "experts": None, "rotary": True}
+    if by_block_configs(model):
+        same["ffn_hidden"] = model.ffn_hidden
+        whole = [replace(kind, kv_heads=kind.heads) for kind in whole]
     alike = {replace(kind, name="alike", **same) for kind in whole}
     windows, experts = (
         {kind.window for kind in kinds} - {None},
@@ -46,7 +51,8 @@ def _kind_refusals(model: ModelSpec) -> list[Refusal]:
     return [
         Refusal(
             rule="flags are written for causal attention, layers that differ in having a window, experts, "
-            "rotary positions or a delta net alone, and layers of half a block",
+            "rotary positions or a delta net alone, layers of half a block, and dense layers of several "
+            "widths and numbers of key-value heads",
             got=f"{model.name} has layers of kind {', '.join(kind.name for kind in model.kinds)}",
             instead="predict and simulate, which take its plans, and tune, which finds them",
         )
@@ -154,9 +160,21 @@ YARN_FLAGS: Flags = (
 """The rope_scaling of GPT-OSS's config."""
 
 
+def own_shape(model: ModelSpec) -> ModelSpec:
+    """The model with the width and the key-value heads of one of its layers for its own, which flags say."""
+    widths = [model.kinds[place].ffn_hidden for place in model.kind_of_layer if model.kinds[place].has_mlp]
+    groups = [model.kinds[place].kv_heads for place in model.kind_of_layer if model.kinds[place].attends]
+    return replace(
+        model,
+        ffn_hidden=model.ffn_hidden if model.ffn_hidden in widths or not widths else widths[0],
+        kv_heads=model.kv_heads if model.kv_heads in groups or not groups else groups[0],
+    )
+
+
 def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
     """Shape, norm, positions, biases, dropout, initialisation."""
-    grouped = model.kv_heads != model.heads
+    model = own_shape(model)
+    grouped = model.kv_heads != model.heads or by_block_configs(model)
     hidden_dropout, attention_dropout = dropouts(model, training)
     latent = latent_attention_of(model)
     return (
@@ -186,6 +204,7 @@ def model_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
         *expert_flags(model),
         *prediction_flags(model),
         *scan_flags(model),
+        *block_flags(model),
     )
 
 
@@ -215,7 +234,7 @@ def window_flags(model: ModelSpec, training: TrainingSpec) -> Flags:
 def unrotated_flags(model: ModelSpec) -> Flags:
     """Which layers have no rotary positions: each n-th, or a list."""
     without = [int(not model.kinds[place].rotary) for place in model.kind_of_layer]
-    if not any(without) or all(kind.half is not None for kind in model.kinds):
+    if not any(without) or is_hybrid(model):
         return ()
     each = without.index(1) + 1
     in_turns = model.layers % each == 0 and without == [

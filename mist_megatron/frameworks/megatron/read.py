@@ -134,8 +134,10 @@ def model_of(read: Reader, vocab: int | None) -> ModelSpec:
 def constants_of(read: Reader, *, rotary: bool) -> ModelConstants:
     """What the flags say beside the shape; Megatron's defaults where they say nothing."""
     kind, factor = "none", 1.0
-    if rotary and read.has("use-rope-scaling"):
-        kind, factor = "llama3", read.share("rope-scaling-factor", 8.0)
+    # A factor of 1 scales nothing: layers of block configs are told so.
+    scaled = read.share("rope-scaling-factor", 8.0) if rotary and read.has("use-rope-scaling") else 1.0
+    if scaled != 1.0:
+        kind, factor = "llama3", scaled
     elif rotary and read.has("rotary-seq-len-interpolation-factor"):
         kind, factor = "linear", read.share("rotary-seq-len-interpolation-factor", 1.0)
     elif read.text("position-embedding-type", "rope") == "yarn" and not read.has("multi-latent-attention"):

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import cast, get_args
 
 from mist_megatron.errors import InputError
+from mist_megatron.frameworks.megatron.block_configs import blocks_of
 from mist_megatron.frameworks.megatron.reader import Reader, cut
 from mist_megatron.spec.experts import Balance, ExpertSpec, LatentAttention, Router
 from mist_megatron.spec.hybrid_presets import hybrid_model
 from mist_megatron.spec.kinds import Dispatcher, GraphModule, Quantization
-from mist_megatron.spec.layer import LayerGroup, LayerKind
+from mist_megatron.spec.layer import groups_in_turn
 from mist_megatron.spec.model import MOST_LAYERS, ModelSpec
 from mist_megatron.spec.offloaded import OFFLOAD_MODULES, OffloadModule
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.recurrent import DeltaNet, Mamba
 from mist_megatron.targets.megatron_offload import USUAL_LEAST_ELEMENTS, smallest_elements
-
-MOST_TURNS = 12
-"""Layers after which a pattern begins anew; twice the longest of published models (Gemma 3: 6)."""
 
 
 def experts_of(read: Reader, ffn_hidden: int) -> ExpertSpec | None:
@@ -93,13 +89,17 @@ def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
         return hybrid_of(model, read)
     experts, windows = _experts_by_layer(read, model), _windows_by_layer(read, model)
     rotated, nets = _rotated_by_layer(read, model), _nets_by_layer(read, model)
-    if all(experts) and all(windows) and all(rotated) and not any(nets):
+    blocks = blocks_of(read, model)
+    alike = len(set(blocks)) == 1
+    if alike:
+        model = replace(model, kv_heads=blocks[0].kv_heads, ffn_hidden=blocks[0].ffn_hidden)
+    if all(experts) and all(windows) and all(rotated) and not any(nets) and alike:
         return model
     kinds = {}
     net = _delta_net(read)
-    layers = list(zip(experts, windows, rotated, nets, strict=True))
-    for mixture, window, turns, delta in sorted(set(layers), reverse=True):
-        parts = []
+    layers = list(zip(experts, windows, rotated, nets, blocks, strict=True))
+    for mixture, window, turns, delta, block in sorted(set(layers), reverse=True):
+        parts = [] if alike else [block.name]
         if not all(experts):
             parts.append("moe" if mixture else "dense")
         if not all(windows):
@@ -109,15 +109,16 @@ def with_groups(model: ModelSpec, read: Reader) -> ModelSpec:
         if any(nets):
             parts.append("delta" if delta else "attention")
         changes: dict[str, object] = {} if mixture else {"experts": None}
+        changes |= {} if alike else block.changes()
         changes |= {"delta_net": net, "attention_gate": False} if delta else {}
         changes |= {} if window else {"window": None}
         changes |= {} if turns or not model.rotary else {"rotary": False}
-        kinds[mixture, window, turns, delta] = model.kind("_".join(parts), **changes)
+        kinds[mixture, window, turns, delta, block] = model.kind("_".join(parts), **changes)
     order = [kinds[has] for has in layers]
     if len(kinds) == 1 and not any(nets):
         only = order[0]
         return replace(model, experts=only.experts, window=only.window, rotary=only.rotary)
-    return replace(model, groups=_groups(order))
+    return replace(model, groups=groups_in_turn(order))
 
 
 def pattern_parts(read: Reader) -> tuple[list[str], list[str]]:
@@ -161,19 +162,6 @@ def hybrid_of(model: ModelSpec, read: Reader) -> ModelSpec:
     shape = replace(model, experts=None, layers=1, mtp_layers=len(depths))
     depth = depths[0] if depths else ""
     return hybrid_model(shape, letters, mamba if "M" in letters else None, model.experts, depth=depth)
-
-
-def _groups(order: Sequence[LayerKind]) -> tuple[LayerGroup, ...]:
-    """Few groups: layers that take turns, behind those of one kind at the start; else run by run."""
-    runs = [(kind, len(list(run))) for kind, run in groupby(order)]
-    first, start = runs[0]
-    for before in (0, start):
-        rest = order[before:]
-        for period in range(1, min(len(rest), MOST_TURNS) + 1):
-            if all(kind == rest[place % period] for place, kind in enumerate(rest)):
-                last = LayerGroup(layers=len(rest), pattern=tuple(rest[:period]))
-                return (LayerGroup(layers=before, pattern=(first,)), last) if before else (last,)
-    return tuple(LayerGroup(layers=count, pattern=(kind,)) for kind, count in runs)
 
 
 def _experts_by_layer(read: Reader, model: ModelSpec) -> list[bool]:
