@@ -49,6 +49,9 @@ NAMES: Mapping[str, str] = {
 }
 
 
+FIGURES = ("rows", "time error", "median", "bias", "memory error", "told too large")
+
+
 def source_of(path: Path) -> str:
     """`runs.SOURCE.GPU.csv` is a source on a GPU, any other file a source of its own."""
     parts = path.stem.split(".")
@@ -73,11 +76,12 @@ def errors_of(outcomes: Iterable[Outcome]) -> list[float]:
 
 
 def figures(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    """Rows priced and given, mean and median error, bias, error of memory."""
+    """Rows priced and given, mean and median error, bias, error of memory, rows that are told not to fit."""
     told, errors = summary(outcomes), np.abs(errors_of(outcomes))
     rows = f"{len(errors)}" if len(errors) == len(outcomes) else f"{len(errors)} of {len(outcomes)}"
     median = percent(float(np.median(errors))) if len(errors) else "-"
-    return rows, percent(told["time_mape"]), median, _signed(told["time_bias"]), percent(told["memory_mape"])
+    errors_told = percent(told["time_mape"]), median, _signed(told["time_bias"]), percent(told["memory_mape"])
+    return rows, *errors_told, f"{told['too_large'] or '-'}"
 
 
 def _signed(value: object) -> str:
@@ -107,7 +111,7 @@ def dense_table(by_file: Mapping[Path, Sequence[Outcome]]) -> str:
         left = next(own, [])
         fit = f"{np.abs(left).mean():.1%}" if left else "in no fit"
         rows.append((NAMES[source_of(path)], span(outcomes), *figures(outcomes), fit))
-    head = ("runs", "GPUs", "rows", "time error", "median", "bias", "memory error", "fitted without them")
+    head = ("runs", "GPUs", *FIGURES, "fitted without them")
     return table(head, sorted(rows))
 
 
@@ -121,9 +125,8 @@ def parts(outcomes: Sequence[Outcome], name_of: Callable[[Outcome], str]) -> lis
 def mixture_tables(outcomes: Sequence[Outcome]) -> str:
     """By precision, by model and GPU, and why rows were not priced."""
     priced = [outcome for outcome in outcomes if outcome.time_error is not None]
-    head = ("rows", "time error", "median", "bias", "memory error")
-    settings = table(("precision", *head), parts(priced, precision_of))
-    models = table(("model, GPU", *head), parts(priced, model_and_gpu))
+    settings = table(("precision", *FIGURES), parts(priced, precision_of))
+    models = table(("model, GPU", *FIGURES), parts(priced, model_and_gpu))
     reasons: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.skipped is not None:

@@ -156,6 +156,7 @@ def predictor(
             iteration_s=timed.iteration_s + _broadcasts_s(row, (profiles or {}).get(job.cluster.gpu.name)),
             stage_peak_bytes=tuple(stage.peak_memory_bytes for stage in prediction.stages),
             extrapolated_share=prediction.measured_share["extrapolated"],
+            fits=prediction.fits,
         )
 
     return predict

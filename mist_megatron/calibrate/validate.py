@@ -26,6 +26,8 @@ class Predicted:
     iteration_s: float
     stage_peak_bytes: tuple[float, ...]
     extrapolated_share: float
+    fits: bool = True
+    """Whether its memory is told to be enough, which it was where a time was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ def _parts(outcomes: Sequence[Outcome], name_of: Callable[[Outcome], str]) -> di
     for outcome in outcomes:
         if name_of(outcome):
             parts.setdefault(name_of(outcome), []).append(outcome)
-    kept = ("rows", "predicted", "time_mape", "time_bias", "memory_mape", "memory_bias")
+    kept = ("rows", "predicted", "time_mape", "time_bias", "memory_mape", "memory_bias", "too_large")
     figures = {name: _figures(parts[name]) for name in sorted(parts)}
     return {name: {key: each[key] for key in kept} for name, each in figures.items()}
 
@@ -112,6 +114,7 @@ def _figures(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "time_bias": _mean(errors),
         "memory_mape": _mean(np.abs(memory)),
         "memory_bias": _mean(memory),
+        "too_large": sum(o.predicted is not None and not o.predicted.fits for o in timed),
         "spearman": _mean(np.array(ranking.correlations)),
         "pick_regret_mean": _mean(np.array(ranking.regrets)),
         "pick_regret_max": max(ranking.regrets) if ranking.regrets else None,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 LEGEND = (
     "error: mean of |predicted / measured - 1|; bias: mean of predicted / measured - 1; rank: Spearman's "
     "correlation within groups; regret: how much slower the row predicted fastest is than the fastest, mean "
-    "over groups and worst; extrapolated: share of layer time from no measured kernel"
+    "over groups and worst; too large: rows that ran and are told not to fit; extrapolated: share of layer "
+    "time from no measured kernel"
 )
 
 
@@ -80,6 +81,11 @@ def _time_cells(figures: dict[str, Any]) -> list[str]:
     ]
 
 
+def _memory_cells(figures: dict[str, Any]) -> list[str]:
+    errors = [_percent(figures[key]) for key in ("memory_mape", "memory_bias")]
+    return [*errors, f"{figures['too_large'] or '-'}", _percent(figures["extrapolated_share"])]
+
+
 PARTS = (("model, hardware, precision", "by_setting"), ("source", "by_source"))
 MOST_TOLD = 20
 """Rows that are left out one by one; of more, how many there are for each reason."""
@@ -121,12 +127,11 @@ def _show(people: Console, validated: Validated) -> None:
     rows = [[_short(name), _counts(figures), *_time_cells(figures)] for name, figures in everything]
     people.print(table(names, rows, right=names[1:]))
     people.print()
-    memory = ("memory", "error", "bias", "extrapolated")
-    keys = ("memory_mape", "memory_bias", "extrapolated_share")
+    memory = ("memory", "error", "bias", "too large", "extrapolated")
     people.print(
         table(
             memory,
-            [[_short(name), *(_percent(figures[key]) for key in keys)] for name, figures in everything],
+            [[_short(name), *_memory_cells(figures)] for name, figures in everything],
             right=memory[1:],
         )
     )

@@ -33,7 +33,10 @@ def rows(*measured: tuple[str, float, str]) -> tuple[MeasuredRow, ...]:
 def predictor(times: dict[str, float]):
     def predict(row: MeasuredRow) -> Predicted:
         return Predicted(
-            iteration_s=times[row.row_id], stage_peak_bytes=(1100.0 * 2**20,), extrapolated_share=0.25
+            iteration_s=times[row.row_id],
+            stage_peak_bytes=(1100.0 * 2**20,),
+            extrapolated_share=0.25,
+            fits=row.row_id != "c",
         )
 
     return predict
@@ -51,6 +54,7 @@ def test_figures_of_a_worked_case() -> None:
     assert found["pick_regret_mean"] == found["pick_regret_max"] == pytest.approx(0.5)
     assert found["memory_mape"] == pytest.approx(0.1)
     assert found["extrapolated_share"] == pytest.approx(0.25)
+    assert found["too_large"] == 1
     assert next(worst["id"] for worst in found["worst"]) == "c"
 
 
