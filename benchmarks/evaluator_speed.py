@@ -167,6 +167,7 @@ class PlainPython:
                 "edge_backward": 0.0,
                 "edge_reduce": 0.0,
                 "edge_step": 0.0,
+                "edge_gather": 0.0,
             }
             if loads.embedding:
                 added = float(terms.stable["gradient_accumulation"].fixed)
@@ -175,6 +176,8 @@ class PlainPython:
                 self.tables[key]["edge_reduce"] = self.reduced(elements, ring)
                 stepped = self.prices.of(DeviceAdam(np.asarray(elements / dp)))
                 self.tables[key]["edge_step"] = float(stepped.seconds)
+                gathered = self.prices.of(Collective("all_gather", np.asarray(2 * elements), *ring))
+                self.tables[key]["edge_gather"] = float(gathered.seconds)
         return self.tables[key]
 
     def reduced(self, count: float, ring: tuple[np.ndarray, np.ndarray]) -> float:
@@ -229,11 +232,16 @@ class PlainPython:
             copies = {k: max(left - step / slow[k], 0.0) if k in slow else left for k, left in copies.items()}
         return spent, list(copies.values())
 
-    def arrival(self, beside: float, arriving: tuple[float, float], leaving: float = 0.0) -> float:
-        """What the first arrival of a pass adds to the embedding, beside a copy that still leaves."""
+    def arrival(
+        self, beside: float, arriving: tuple[float, float], leaving: float = 0.0, waits: float = 0.0
+    ) -> float:
+        """What the first arrival of a pass adds to the embedding, beside a copy that still leaves; copies
+        come in while the embedding waits for weights of its own."""
         gather, copy_in = arriving
         copy_in, _ = self.chain(2, copy_in, {3: leaving})
-        return overlapped_time_of_row((beside, gather, copy_in, 0.0), self.factors) - beside
+        waited, (copy_in,) = self.chain(1, waits, {2: copy_in})
+        there = overlapped_time_of_row((beside, gather, copy_in, 0.0), self.factors)
+        return waited - waits + there - beside
 
     def into_backward(self, table: dict[str, float], gather: float, copy_in: float) -> float:
         """What it adds to sending off the result of the pass before and to the host's work."""
@@ -260,7 +268,7 @@ class PlainPython:
         arriving = (gather3, weights_in + grads_in + back)
         stepped = (table["gather"], step_in)
         left = overlapped_time_of_row((0.0, reduce2, 0.0, grads_out), self.factors)
-        first = table["embedding"]
+        first, waits = table["embedding"], max(table["edge_gather"] - table["host"], 0.0)
         # The last layers are the recomputed ones: what they need for backward has not been offloaded.
         begun = self.into_backward(table, gather3, weights_in + grads_in)
         inside, _ = self.run(backward, twice, arriving, (reduce2, grads_out))
@@ -275,7 +283,7 @@ class PlainPython:
             begun,
             inside_first,
             last_first,
-            self.arrival(first + table["edge_step"], stepped, grads_out),
+            self.arrival(first + table["edge_step"], stepped, grads_out, waits),
             inside,
             min(self.ending(backward, twice, reduce2, grads_out), inside),
             begun + left,

@@ -59,12 +59,15 @@ class Tally:
     broke: dict[str, list[str]] = field(default_factory=dict)
     apart: list[float] = field(default_factory=list)
     """What `predict` tells beside what events tell, minus 1."""
+    seed: int | None = None
+    """Of the job that is being tried, if it is a random one."""
 
     def law(self, name: str, holds: bool, job: Mapping[str, Any], said: str = "") -> None:
         if holds:
             self.held[name] += 1
         else:
-            self.broke.setdefault(name, []).append(f"{said}: {job_words(job)}")
+            which = "" if self.seed is None else f"job {self.seed} "
+            self.broke.setdefault(name, []).append(f"{said}: {which}{job_words(job)}")
 
 
 def job_words(job: Mapping[str, Any]) -> str:
@@ -260,7 +263,8 @@ def easier(job: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def tried(jobs: int, seed: int, *, brief: bool = False) -> Tally:
     tally = Tally()
     for number in range(jobs):
-        job = random_job(seed * 1_000_000 + number)
+        tally.seed = seed * 1_000_000 + number
+        job = random_job(tally.seed)
         try:
             check(job, tally, brief=brief)
         except Exception as error:  # the other jobs are tried all the same
@@ -268,7 +272,7 @@ def tried(jobs: int, seed: int, *, brief: bool = False) -> Tally:
         else:
             tally.law(ENDS, True, job)
         if not brief and number % ELSEWHERE_EACH == 0:
-            check_elsewhere(seed * 1_000_000 + number, tally)
+            check_elsewhere(tally.seed, tally)
     return tally
 
 
@@ -277,16 +281,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--brief", action="store_true", help="one search a job: laws of its one best plan")
-    parser.add_argument("--record", action="store_true", help="into results/laws.json")
+    parser.add_argument("--record", nargs="?", const="", metavar="CONDITIONS", help="into results/laws.json")
     asked = parser.parse_args()
     tally = tried(asked.jobs, asked.seed, brief=asked.brief)
-    if asked.record:
+    if asked.record is not None:
         counts = {
             law: (tally.held[law], len(tally.broke.get(law, ()))) for law in {*tally.held, *tally.broke}
         }
         broken = [f"{law}: {case}" for law, cases in sorted(tally.broke.items()) for case in cases]
         name = f"{asked.jobs} of seed {asked.seed}"
-        record("laws", {name: {"laws": counts, "broken": broken}})
+        record("laws", {name: {"laws": counts, "broken": broken}}, asked.record)
     for name in sorted({*tally.held, *tally.broke}):
         print(f"{name}: {tally.held[name]} held, {len(tally.broke.get(name, ()))} broke")
     for name, cases in tally.broke.items():

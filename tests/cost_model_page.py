@@ -49,6 +49,17 @@ ITERATION = (
         "spec.schedule:_longest_path_s",
     ),
     Equation(
+        "The same where layers step before their first forward pass, with states in host memory: those of "
+        "the first stage's last layer leave w_0 later than its second forward pass could begin, and a stage "
+        "of n layers takes in_s, step_s and out_s of each",
+        "wait_f >= w_0 (stage 0), w_0 + f_0 - f_b (others)\n"
+        "T >= in_s + (n - 1) overlap(step_s, gather_s, in_s, out_s) + step_s + out_s + host_step\n"
+        "tied embeddings, last stage: d_last - sum_{j<i} t_j becomes what both ends do together, what it "
+        "ends beyond sum b_j, and what it steps beyond sum f_j",
+        "own; Mist (EuroSys 2025), section 5, for the template",
+        "cost.iteration:Stepping",
+    ),
+    Equation(
         "Interleaved with v chunks, gpipe, and zero bubble with weight gradients w",
         "T = G max_i t_i + sum_i r_i - r_slowest + max_i (d_i - sum_{j<i} r_j)\n"
         "r = t / v (interleaved),   t - 2 w (zb-h1);   gpipe: (G - 1) (max f + max b) + sum t",

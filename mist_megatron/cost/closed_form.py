@@ -25,9 +25,11 @@ import numpy as np
 
 from mist_megatron.cost.by_chunk import Round, gathered_apart
 from mist_megatron.cost.edges import (
+    alone_before_head,
     begun_beside,
     embedding_waits,
     head_waits,
+    states_leave_at_head,
     still_leaving,
     turned_at_head,
 )
@@ -46,6 +48,7 @@ from mist_megatron.cost.phases import (
     phase,
     steps_ahead,
 )
+from mist_megatron.cost.refinement import Refinement
 from mist_megatron.cost.sends import (
     least_sent,
     sent_to_neighbours,
@@ -175,8 +178,7 @@ def _edge_terms(
     run = _run(work, layer, layer, (NOTHING_BETWEEN, NOTHING_BETWEEN), _followed(work))
     if layer is work.embedding and not gathers_on_arrival(grid, facts):
         run = replace(run, first=begun_by_host(run.first, work.host_s / (2 * grid.vpp)))
-    traffic = np.any(layer.first.gather_s) or np.any(layer.backward.reduce_s)
-    if traffic and not (grid.vpp > 1 or _ahead(work)):
+    if _travels(work, layer):
         run = _gathered(work, layer, run)
     stable[names[0]] = Linear(
         load.forward_s
@@ -202,14 +204,21 @@ def _edge_terms(
         add_term(delta, Term.GRADIENT_ACCUMULATION, Linear(-layer.accumulate_s))
 
 
-def _gathered(work: StageWork, layer: LayerWork, run: LayerRun) -> LayerRun:
+def _travels(work: StageWork, layer: LayerWork) -> bool:
+    """Whether weights or gradients of an edge do while it and its neighbour compute."""
+    traffic = np.any(layer.first.gather_s) or np.any(layer.backward.reduce_s)
+    return bool(traffic) and not (work.grid.vpp > 1 or _ahead(work))
+
+
+def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: bool = False) -> LayerRun:
     """An edge whose weights come in for every pass, or for the first, and those of the layer next to it,
-    where they do."""
+    where they do; of which `one_kept` is the only one that is kept."""
     grid, factors, host_s = work.grid, work.context.interference, work.host_s / (2 * work.grid.vpp)
     last = layer is work.head
     place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
     block = work.blocks[place]
-    usual = [usually_among(work, place, one) for one in (block.kept, block.recomputed)]
+    before = alone_before_head(block.kept) if one_kept else block.kept
+    usual = [usually_among(work, place, one) for one in (before, block.recomputed)]
     if last:
         kept, whole = (head_waits(layer, one, host_s, factors) for one in usual)
     else:
@@ -291,6 +300,8 @@ def _run(
             # stage takes while it waits for the first micro-batch to come back.
             ends_pass = phase(layer.first, factors, ZERO, into_first)
             first = replace(first, last_s=np.where(step_out_s > 0.0, ends_pass.last_s, first.last_s))
+        if followed and step_out_s.any() and role is StageRole.ONLY:
+            first = states_leave_at_head(work, layer, ends, first)
     backward = phase(layer.backward, factors, layer.accumulate_s, into_backward)
     # Gradients that visit turn round where they are on their way out when the last backward pass ends.
     ending = replace(last, copy_out_s=ZERO) if facts.host_copies.states_visit else last
@@ -305,38 +316,29 @@ def _ahead(work: StageWork) -> bool:
     return waiting and work.grid.role in (StageRole.MIDDLE, StageRole.LAST)
 
 
-@dataclass(frozen=True)
-class Refinement:
-    """What is known of a stage beyond t and d, which searches add up from terms linear in layers."""
-
-    forward_s: Array
-    """Of the traffic that t exposes, what forward passes have, which run ahead while a pipeline fills."""
-    stable_s: Array
-    """What t lacks where no layer is recomputed ..."""
-    delta_s: Array
-    """... and d."""
-    late_s: Array
-    """By how much d is longer because activations leave in the first pass, behind states. They cannot before
-    the stage's input has come: then the pass waits this much longer for them ..."""
-    behind_all_s: Array
-    """... if no states had left meanwhile ..."""
-    behind_own_s: Array
-    """... and at most this much, for each layer that offloads activations leaves one's states before it."""
-    hidden_share: Array
-    """Share of the wait in which states leave: as fast as others come in."""
-
-    def joined(self, other: Refinement) -> Refinement:
-        """Of two kinds of layers of a stage; states leave as slowly as those of the slower one."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in Refinement.__dataclass_fields__}
-        return Refinement(**{**sums, "hidden_share": np.minimum(self.hidden_share, other.hidden_share)})
-
-
 def refinement(work: StageWork) -> Refinement:
     """What `closed_form` has to leave out."""
     joined, *others = (_refinement(work, place) for place in range(len(work.blocks)))
     for other in others:
         joined = joined.joined(other)
-    return joined
+    stable_s, delta_s = _of_one_kept(work)
+    return replace(joined, stable_s=joined.stable_s + stable_s, delta_s=joined.delta_s + delta_s)
+
+
+def _of_one_kept(work: StageWork) -> tuple[Array, Array]:
+    """What t and d lack where the layer before the head is the only one whose activations are offloaded."""
+    head, one = work.head, work.grid.layers - work.grid.ckpt == 1.0
+    others = work.grid.layers > 1.0
+    if head is None or not np.any(work.grid.offload.activations) or not np.any(one & others):
+        return ZERO, ZERO
+    if _followed(work) or not _travels(work, head):
+        return ZERO, ZERO
+    run = _run(work, head, head, (NOTHING_BETWEEN, NOTHING_BETWEEN), followed=False)
+    usual, alone = (_gathered(work, head, run, one_kept=kept) for kept in (False, True))
+    stable_s = alone.forward.inside_s + alone.backward.inside_s
+    stable_s = stable_s - usual.forward.inside_s - usual.backward.inside_s
+    ends_s = alone.first.inside_s + alone.last.inside_s - usual.first.inside_s - usual.last.inside_s
+    return np.where(one & others, stable_s, 0.0), np.where(one & others, ends_s - stable_s, 0.0)
 
 
 def _refinement(work: StageWork, place: int) -> Refinement:
@@ -365,6 +367,7 @@ def _refinement(work: StageWork, place: int) -> Refinement:
     counted_s = counted_s + seconds(backward, counted.backward, whole.backward)
     gathers = [run.layer.forward.blocking_gather_s for run in (kept, whole)]
     late_s, behind_all_s, behind_own_s, share = _late(work, place, kept, whole)
+    second_s, cycle_s = _comings_and_goings(work, place, kept.layer)
     return Refinement(
         forward_s=forward_s + _mixed(place, *gathers).at(grid),
         stable_s=forward_s + backward_s - counted_s,
@@ -373,6 +376,8 @@ def _refinement(work: StageWork, place: int) -> Refinement:
         behind_all_s=behind_all_s,
         behind_own_s=behind_own_s,
         hidden_share=share,
+        second_s=second_s,
+        cycle_s=cycle_s,
     )
 
 
@@ -405,6 +410,24 @@ def _late(work: StageWork, place: int, kept: LayerRun, whole: LayerRun) -> tuple
         np.where(both, (count.layers - count.ckpt) * out_s + beside_s, 0.0),
         np.where(both, share, 1.0),
     )
+
+
+def _comings_and_goings(work: StageWork, place: int, layer: LayerWork) -> tuple[Array, Array]:
+    """The last two of a refinement. Copies of one layer run beside those of the next, and the first stage's
+    last ones beside what it does until its second forward pass comes to a layer."""
+    grid, traffic, factors = work.grid, layer.traffic, work.context.interference
+    out_s = traffic.step_out_s
+    if grid.role is StageRole.ONLY or not np.any(out_s):
+        return ZERO, ZERO
+    second_s = ZERO
+    if work.embedding is not None:
+        between_s = least_sent(work).fixed + work.host_s / 2 + work.embedding.forward.compute_s
+        second_s = np.maximum(out_s - between_s, 0.0)
+    streams = (traffic.step_compute_s, layer.first.gather_s, layer.first.copy_in_s, out_s)
+    each_s = overlapped_time(streams, factors)
+    alone_s = layer.first.copy_in_s + traffic.step_compute_s + out_s + work.step[Term.HOST_STEP].fixed
+    cycle_s = alone_s + (grid.by_kind[place].layers - 1.0) * each_s
+    return second_s, np.where(out_s > 0.0, cycle_s, 0.0)
 
 
 @dataclass(frozen=True)

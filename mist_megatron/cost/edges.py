@@ -38,7 +38,14 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
     def there(beside: PassWork, own: PassWork) -> Array:
         without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), ZERO, factors)
         arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
-        return _together(beside, arriving, ZERO, factors) - without
+        more_s = _together(beside, arriving, ZERO, factors) - without
+        if not np.any(beside.copy_in_s):
+            return more_s
+        # The layer itself waits for copies, and the head's weights come meanwhile.
+        moved_s, copies = beside.gather_s + beside.reduce_s, (beside.copy_in_s, beside.copy_out_s)
+        with_head = _together(beside, (moved_s + own.gather_s, *copies), ZERO, factors)
+        waiting_s = with_head - _together(beside, (moved_s, *copies), ZERO, factors)
+        return np.where(beside.copy_in_s > 0.0, np.minimum(more_s, waiting_s), more_s)
 
     def back(beside: PassWork, own: PassWork) -> Array:
         usual = beside.gather_s + beside.reduce_s, beside.copy_in_s, beside.copy_out_s
@@ -97,11 +104,32 @@ def embedding_waits(
     )
 
 
+def alone_before_head(kept: LayerWork) -> LayerWork:
+    """The layer before the head where it is the only one that is kept: no other's activations leave or come
+    beside it."""
+    saved_s = kept.forward.copy_out_s
+
+    def alone(one: PassWork) -> PassWork:
+        return replace(one, copy_in_s=ZERO, copy_out_s=ZERO)
+
+    return replace(
+        kept,
+        forward=alone(kept.forward),
+        backward=alone(kept.backward),
+        first=replace(kept.first, copy_out_s=kept.first.copy_out_s - saved_s),
+        last=alone(kept.last),
+    )
+
+
 def begun_beside(work: StageWork, usual: Between) -> Between:
-    """What the first layer's arrival hides behind in the very first pass: an embedding may step before it."""
+    """What the first layer's arrival hides behind in the very first pass: an embedding may step before it,
+    and wait for its weights when the host has begun."""
     if work.embedding is None or not work.context.facts.step.in_first_forward:
         return usual
-    return replace(usual, beside_s=work.embedding.first.compute_s)
+    first = work.embedding.first
+    host_s = work.host_s / (2 * work.grid.vpp)
+    waits_s = np.maximum(first.gather_s - host_s, 0.0) if np.any(first.gather_s) else ZERO
+    return replace(usual, beside_s=first.compute_s, gathers_s=waits_s)
 
 
 def turned_at_head(
@@ -121,6 +149,18 @@ def turned_at_head(
     passes = head.first if steps else head.forward, head
     departing_s = turned_round_s(leaving, ends.backward, passes, work.host_s / 2, work.context.interference)
     return replace(usual, last_s=np.where(leaving.copy_out_s > 0.0, departing_s, usual.last_s))
+
+
+def states_leave_at_head(work: StageWork, layer: LayerWork, ends: LayerWork, usual: Phase) -> Phase:
+    """A first forward pass whose layers send their states off, the last ones beside the head and its step: a
+    recomputed layer, which saves nothing for host memory, is the last."""
+    head, out_s = work.head, layer.traffic.step_out_s
+    if head is None:
+        return usual
+    leaving = replace(layer.first, copy_out_s=out_s)
+    both = head.first, head
+    departing_s = turned_round_s(leaving, ends.backward, both, work.host_s / 2, work.context.interference)
+    return replace(usual, last_s=np.where(out_s > 0.0, departing_s, usual.last_s))
 
 
 def still_leaving(work: StageWork, usual: PassWork, followed: bool) -> PassWork:

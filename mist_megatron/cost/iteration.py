@@ -43,6 +43,12 @@ What the first micro-batch offloads leaves behind the optimizer states of a stag
 for it, and these leave as fast as others come in, in a share of that wait: only what of d_i is states alone
 hides behind all of it. The rest comes on top of what made the micro-batch late before (`Late`).
 
+Where layers step before their first forward pass (Mist), a last stage that sums gradients of tied embeddings
+with the first does so when both have ended: its steps hide behind the forward passes of others alone. A first
+stage's second forward pass waits until the states of its last layer have left, w_0; that hides behind the
+round trip of the first micro-batch: wait_f of stage 0 is at least w_0, and of others w_0 + f_0 - f_b. And no
+step is shorter than what the states of a stage take to come, to be stepped and to leave.
+
 Where every stage waits for the gradient norm of all of them before it steps, a step s_i hides behind
 nobody's drain: the last term is max_i (d_i - s_i - sum_{j<i} t_j) + max_i s_i.
 
@@ -94,6 +100,24 @@ NEVER_LATE = Late()
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stepping:
+    """What steps of layers before their first forward pass make others wait for."""
+
+    begins_s: float = 0.0
+    """Part of d before that pass, which hides behind the wait for it alone where ..."""
+    together_s: float = 0.0
+    """... both ends of the pipeline do so much together when both have ended: sum tied embeddings and begin
+    the next step."""
+    second_s: float = 0.0
+    """So long the second forward pass waits for states of the last layer to leave ..."""
+    cycle_s: float = 0.0
+    """... and a stage from one step to the next, whatever its passes take: its states come and go."""
+
+
+STEPS_LATER = Stepping()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageTiming:
     """What the iteration formula needs of one stage."""
 
@@ -113,6 +137,12 @@ class StageTiming:
     weight_grad_s: float = 0.0
     """Part of the backward pass that only makes weight gradients: what zb-h1 moves into bubbles."""
     late: Late = NEVER_LATE
+    stepping: Stepping = STEPS_LATER
+
+    @property
+    def second_s(self) -> float:
+        """What the second forward pass waits for."""
+        return self.stepping.second_s
 
     @property
     def split_s(self) -> tuple[float, float]:
@@ -177,6 +207,9 @@ def iteration_time(
         ended_s, ending = _ended(stages, form.ends_s(stages, grad_accum), step_hides)
         if ended_s - passes_s > extra_s + ROUNDING * passes_s:
             extra_s, binding = ended_s - passes_s, ending
+    for index, stage in enumerate(stages):
+        if stage.stepping.cycle_s > passes_s + extra_s:
+            extra_s, binding = stage.stepping.cycle_s - passes_s, index
     # What the slowest stage gathers for itself is no wait for others.
     extra_s += stages[slowest].first_s
     ramp_s = passes_s - steady_s - stages[slowest].first_s
@@ -196,18 +229,31 @@ def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bo
     """What first and last micro-batch expose, and on which stage."""
     before_s = 0.0
     extra_s, binding = float("-inf"), 0
+    drained_s = filled_s = 0.0
     steps = [0.0 if step_hides else stage.step_s for stage in stages]
     for index, stage in enumerate(stages):
         own_s = stage.delta_s - stage.late.in_delta_s - stage.first_s - steps[index] - before_s
         if stage.late.in_delta_s > 0.0:
             so_far_s = max(extra_s, 0.0)
             own_s = max(own_s, so_far_s + stage.late.seconds(before_s + so_far_s))
+        if index and stage.stepping.together_s > 0.0:
+            own_s = max(own_s, _apart_s(stage, filled_s, drained_s))
         if own_s > extra_s:
             extra_s, binding = own_s, index
         before_s += ramps[index]
+        forward_s, backward_s = stage.split_s
+        filled_s, drained_s = filled_s + forward_s, drained_s + backward_s
     if max(steps) > 0.0:
         binding = max(range(len(stages)), key=lambda index: steps[index])
     return extra_s + max(steps), binding
+
+
+def _apart_s(stage: StageTiming, filled_s: float, drained_s: float) -> float:
+    """What a last stage exposes that meets the first one before it steps: what it does before that hides
+    behind the backward passes of others, and its steps behind their forward passes."""
+    begins_s, together_s = stage.stepping.begins_s, stage.stepping.together_s
+    ends_s = stage.delta_s - begins_s - together_s
+    return together_s + max(ends_s - drained_s, 0.0) + begins_s - filled_s
 
 
 def _ended(stages: Sequence[StageTiming], ends_s: Sequence[float], step_hides: bool) -> tuple[float, int]:

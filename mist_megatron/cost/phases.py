@@ -11,7 +11,7 @@ layer of these here is all from the last one on (`turning.copies_beside`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -79,6 +79,9 @@ class Between:
     host_s: Array
     beside_s: Array
     """Compute of embedding or head, where the pass begins with it."""
+    gathers_s: Array = field(default_factory=lambda: ZERO)
+    """What an embedding waits for its weights, behind which those of others come in, and beside which copies
+    do."""
 
     def exposed_s(self, arriving: PassWork, leaving: PassWork, factors: Array) -> Array:
         """What the first arrival of the next pass and the last departure of the one before add to that."""
@@ -90,6 +93,9 @@ class Between:
             return slower_s
         # What still leaves slows down what arrives.
         copy_in, _ = until_first(HOST_TO_DEVICE, copy_in, DEVICE_TO_HOST, copy_out, factors)
+        if self.gathers_s is not ZERO:
+            waited_s, (copy_in, _) = until_done(GPU_GPU, self.gathers_s, (copy_in, ZERO), factors)
+            slower_s = slower_s + waited_s - self.gathers_s
         there_s = overlapped_time((self.beside_s, gather, copy_in, ZERO), factors)
         return slower_s + np.maximum(there_s - self.beside_s - self.host_s, 0.0)
 
@@ -157,9 +163,11 @@ def steps_ahead(layer: LayerWork, step_s: Array, forward: Phase, factors: Array)
     """The first forward pass of a stage that steps its layers while it waits for its input: what the steps of
     n layers take longer than that waits for them. States of the first come in alone; then each layer's step,
     gather and forward pass run beside the states of the next, which come in, and of the one before, which
-    leave; the last has only the latter beside it. The steps' own compute is counted elsewhere."""
-    first, tensor_s = layer.first, layer.forward.tensor_s
-    compute = step_s + layer.forward.compute_s
+    leave; the last has only the latter beside it. Weights that are on the host come in again for the forward
+    passes, which follow all steps then. The steps' own compute is counted elsewhere."""
+    first, beside = layer.first, np.where(layer.forward.copy_in_s > 0.0, 0.0, 1.0)
+    tensor_s, forward_s = beside * layer.forward.tensor_s, beside * layer.forward.compute_s
+    compute = step_s + forward_s
     gather, copy_in = dropped_if_idle(first.gather_s), dropped_if_idle(first.copy_in_s)
     copy_out = dropped_if_idle(first.copy_out_s)
     each_s = overlapped_time((compute, gather, copy_in, copy_out), factors, tensor_s)
@@ -171,7 +179,7 @@ def steps_ahead(layer: LayerWork, step_s: Array, forward: Phase, factors: Array)
         each_s = np.where(copied_s > 0.0, computed_s + gathered_s + copied_s, each_s)
     computed_s, left = until_done(COMPUTE, compute, (ZERO, copy_out), factors)
     gathered_s, _ = until_done(GPU_GPU, gather + tensor_s, left, factors)
-    layer_s = layer.forward.compute_s + tensor_s + forward.inside_s
+    layer_s = forward_s + tensor_s + beside * forward.inside_s
     late_s = np.maximum(each_s - layer_s, 0.0)
     there_s = first.copy_in_s + computed_s + gathered_s - layer_s
     more_s = late_s - step_s
@@ -182,10 +190,15 @@ def turned_round_s(
     leaving: PassWork, arriving: PassWork, head: tuple[PassWork, LayerWork], host_s: Array, factors: Array
 ) -> Array:
     """What a last layer's copies out, and in again where it is not still there, add to a forward pass of the
-    head and to its backward pass, beside which they run; the host works so long between the two."""
+    head and to its backward pass, beside which they run, and beside what it waits for its weights; the host
+    works so long between the two."""
     there, back = head[0], head[1].backward
-    there_s, (_, left_s) = until_done(COMPUTE, there.compute_s, (ZERO, leaving.copy_out_s), factors)
-    left_s = np.maximum(left_s - there.tensor_s - host_s, 0.0)
+    came_s = leaving.compute_s + idle_for_copies_s(leaving, factors)
+    waits_s = np.maximum(there.gather_s - came_s, 0.0)
+    waited_s, (_, left_s) = until_done(GPU_GPU, waits_s, (ZERO, leaving.copy_out_s), factors)
+    there_s, (_, left_s) = until_done(COMPUTE, there.compute_s, (ZERO, left_s), factors)
+    there_s = there_s + waited_s - waits_s
+    left_s = np.maximum(left_s - there.tensor_s - np.maximum(host_s, back.gather_s), 0.0)
     gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
     copies = (ZERO, left_s) if copy_in is ZERO else (left_s + copy_in, ZERO)
     compute_s = back.compute_s + head[1].accumulate_s
@@ -193,6 +206,17 @@ def turned_round_s(
     # What comes in counts already, as if it began when the head does.
     usual_s = overlapped_time((back.compute_s, gather, copy_in, ZERO), factors) - back.compute_s
     return np.asarray(there_s - there.compute_s + back_s - usual_s)
+
+
+def idle_for_copies_s(streams: PassWork, factors: Array) -> Array:
+    """What of a layer's pass inside a run has neither compute nor collectives, while copies come in."""
+    copy_in = dropped_if_idle(streams.copy_in_s)
+    if copy_in is ZERO:
+        return ZERO
+    then = streams.tensor_s + streams.blocking_gather_s + streams.blocking_reduce_s
+    moved = streams.gather_s + streams.reduce_s
+    inside = overlapped_time((streams.compute_s, moved, copy_in, streams.copy_out_s), factors, then)
+    return np.maximum(inside - streams.compute_s - then - moved, 0.0)
 
 
 def departure_s(streams: PassWork, factors: Array) -> Array:

@@ -10,20 +10,23 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
-from mist_megatron.cost.closed_form import Refinement, closed_form, refinement
+from mist_megatron.cost.closed_form import closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.flops import model_flops, peak_flops_per_s
 from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.iteration import (
     NEVER_LATE,
+    STEPS_LATER,
     IterationTime,
     Late,
     StageTiming,
+    Stepping,
     balance,
     iteration_time,
 )
 from mist_megatron.cost.layerwise import parts_of
 from mist_megatron.cost.placed import placed_stages
+from mist_megatron.cost.refinement import Refinement
 from mist_megatron.cost.sends import sent_forward_s
 from mist_megatron.cost.terms import Linear, ending_terms, first_terms, steps_of, totals
 from mist_megatron.spec.job import Job
@@ -73,6 +76,8 @@ class StagePrediction:
     tells."""
     late: Late = NEVER_LATE
     """Activations that leave in the first pass, behind states."""
+    stepping: Stepping = STEPS_LATER
+    """What steps before first passes make others wait for."""
 
     @property
     def fits(self) -> bool:
@@ -303,6 +308,7 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         ending_s=stage.ending_s,
         weight_grad_s=stage.weight_grad_s,
         late=stage.late,
+        stepping=stage.stepping,
     )
 
 
@@ -349,6 +355,20 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         late=Late(
             *(part.item() for part in (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))
         ),
+        stepping=_stepping(delta_terms_s, fine, facts),
+    )
+
+
+def _stepping(delta_s: Mapping[Term, float], fine: Refinement, facts: TrafficFacts) -> Stepping:
+    """Of a stage whose d has these terms."""
+    if facts.step.taken != "while_waiting":
+        return STEPS_LATER
+    tied_s = delta_s.get(Term.TIED_EMBEDDINGS)
+    return Stepping(
+        begins_s=sum(delta_s.get(name, 0.0) for name in (Term.FIRST_FORWARD_TRAFFIC, Term.OPTIMIZER_COMPUTE)),
+        together_s=0.0 if tied_s is None else tied_s + delta_s.get(Term.HOST_STEP, 0.0),
+        second_s=fine.second_s.item(),
+        cycle_s=fine.cycle_s.item(),
     )
 
 

@@ -350,7 +350,7 @@ class _Builder:
             rank, kind = self.ranks[number], "copy in"
             needs = [*(since or after), *([] if left is None else [left]), *rank.fetched]
             events.append(self.add(kind, name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
-            rank.fetched = events[-1:] if backward else []
+            rank.fetched = events[-1:]
         return events
 
     def send_off(self, number: int, step: Pass, layer: NamedLayer, end: int) -> list[int]:

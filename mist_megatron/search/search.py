@@ -40,7 +40,7 @@ from mist_megatron.search.queue import (
     ordered,
     ordered_spread,
 )
-from mist_megatron.search.solution import Solution, Solved
+from mist_megatron.search.solution import Solution, Solved, place_of
 from mist_megatron.search.solve import solve, solve_told
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_fronts import Tally
@@ -49,6 +49,8 @@ from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.rules import require_job
 
 ROUNDING = 1e-12  # relative, of sums of the same times in another order
+AS_FAST = 1.0 + 10.0 * ROUNDING
+"""Plans that take no more than so many times another's time may be told before it."""
 
 
 class Status(Enum):
@@ -319,11 +321,13 @@ class _Run:
 
     @property
     def threshold_s(self) -> float:
-        """What a new plan has to beat: the worst of the K best, and some multiple of the best."""
+        """What a new plan has to beat: just more than the worst of the K best takes, for of plans that are as
+        fast the plainest is told, and some multiple of the best."""
         if not self.best:
             return self.settings.below_s
         worst_s = WORST * self.best[0].value_s
-        return min(self.best[-1].value_s, worst_s) if len(self.best) >= self.settings.top else worst_s
+        last_s = AS_FAST * self.best[-1].value_s
+        return min(last_s, worst_s) if len(self.best) >= self.settings.top else worst_s
 
     def take(self, answer: Solved) -> None:
         """What is known of one more item."""
@@ -338,11 +342,11 @@ class _Run:
             return
         same = self._of_shape.get(solution.shape)
         if same is not None:
-            if same.value_s <= solution.value_s:
+            if place_of(same) < place_of(solution) and not _looked_at_again(same, solution):
                 return
             self.best = [one for one in self.best if one is not same]
         self._of_shape[solution.shape] = solution
-        insort(self.best, solution, key=_rank)
+        insort(self.best, solution, key=place_of)
         for dropped in self.best[self.settings.top :]:
             del self._of_shape[dropped.shape]
         del self.best[self.settings.top :]
@@ -465,7 +469,7 @@ class _Run:
     def _beat(self, item: Item) -> float:
         """A shape that has a plan among the best must find a better one of its own."""
         own = self._of_shape.get(item) if isinstance(item, EqualPipeline) else None
-        return min([self.threshold_s, *([own.value_s] if own else [])])
+        return min([self.threshold_s, *([AS_FAST * own.value_s] if own else [])])
 
 
 MOST_QUICK = 8
@@ -477,10 +481,10 @@ WORST = 2.0
 worth a look, not every one that fits."""
 
 
-def _rank(solution: Solution) -> tuple[float, tuple[float, ...]]:
-    """The fastest first; of plans that differ in rounding the same whichever was found first: on one replica
-    ZeRO 0 and 1 are the same."""
-    return float(f"{solution.value_s:.12g}"), tuple(stage.get("zero", 0.0) for stage in solution.stages)
+def _looked_at_again(one: Solution, other: Solution) -> bool:
+    """Whether two plans as fast come of the corners of a grid and of the whole of it, which tells the same
+    whatever corners were tried."""
+    return one.execution == other.execution and place_of(one)[0] == place_of(other)[0]
 
 
 def _is_its_own(solution: Solution) -> bool:

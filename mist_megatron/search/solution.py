@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import predict
@@ -45,6 +45,28 @@ class Solved:
     left_s: float = float("inf")
     """No other is faster."""
     tally: Tally = field(default_factory=Tally)
+
+
+Place = tuple[float, tuple[float, ...], str]
+
+
+def place_of(solution: Solution) -> Place:
+    """The fastest plan first; of plans that differ in rounding the plainer one, whichever was found first:
+    with fewer switches of its target set, then with less sharded, sent to host memory or run again, then with
+    fewer stages, chunks and ranks that split layers. No two plans have one place."""
+    shape, stages, execution = solution.shape, solution.stages, solution.execution
+    switches = sum(
+        1.0
+        for part in fields(Execution)
+        if getattr(solution.execution, part.name) not in (part.default, False)
+    )
+    kept = [sum(stage.get(name, 0.0) for stage in stages) for name in ("zero", *KINDS, "ckpt", "instances")]
+    meshes = shape.meshes
+    spread = [max(getattr(mesh, name) for mesh in meshes) for name in ("cp", "etp", "ep", "tp")]
+    plain = (switches, *kept, float(shape.stages), float(shape.vpp), *map(float, spread))
+    chosen = [sorted(stage.items()) for stage in stages]
+    words = repr((shape, chosen, execution, solution.strategies, solution.edges))
+    return float(f"{solution.value_s:.12g}"), plain, words
 
 
 def told(

@@ -33,6 +33,8 @@ class StageTimes(Protocol):
     @property
     def in_turn_s(self) -> float: ...
     @property
+    def second_s(self) -> float: ...
+    @property
     def weight_grad_s(self) -> float: ...
     @property
     def split_s(self) -> tuple[float, float]: ...
@@ -233,6 +235,7 @@ def _paths_s(stages: Sequence[StageTimes], grad_accum: int) -> list[float]:
     """Until the first stage's last backward pass, of the paths that stand still at each stage."""
     paths, before_s = list[float](), 0.0
     slowest_before = [0.0, 0.0]
+    second_s = stages[0].second_s if min(len(stages), grad_accum) > 1 else 0.0
     behind_s = sum(stage.stable_s - stage.in_turn_s for stage in stages)
     late_behind_s = sum(stage.first_s for stage in stages)
     for index, stage in enumerate(stages):
@@ -244,6 +247,11 @@ def _paths_s(stages: Sequence[StageTimes], grad_accum: int) -> list[float]:
             skipped * max(slower - own, 0.0)
             for slower, own in zip(slowest_before, stage.split_s, strict=True)
         ]
+        if second_s > 0.0:
+            # Behind the first stage micro-batch 1 is so late, after another pass or, at the end, a whole one.
+            between_s = stage.split_s[0] if skipped else stage.stable_s
+            late_s = second_s + stages[0].split_s[0] - between_s if index else second_s
+            handed[0] = max(handed[0], late_s)
         # Of a stage that sends in turn, all that crosses its borders is its own.
         shared_s = 0.5 * stage.in_turn_s if following else stage.in_turn_s
         beyond_s = behind_s - shared_s

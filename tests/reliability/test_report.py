@@ -26,6 +26,20 @@ def test_a_figure_is_kept_with_its_date(tmp_path: Path, monkeypatch: pytest.Monk
     assert rows["model"][1] == "2,000" and rows["model"][-2].startswith("20")
 
 
+def test_every_figure_of_the_laws_stands_in_the_row_of_its_run() -> None:
+    head, _, *rows = report.law_table().splitlines()
+    laws = dict(zip(report.law_columns().values(), report.law_columns(), strict=True))
+    names = [cell.strip() for cell in head.strip("|").split("|")]
+    for (name, told), row in zip(report.recorded("laws").items(), rows, strict=True):
+        cells = dict(zip(names, [cell.strip() for cell in row.strip("|").split("|")], strict=True))
+        assert cells["jobs"] == name and cells["date"] == told["date"]
+        found = {laws[key]: cell.split(", ") for key, cell in cells.items() if key in laws and cell}
+        counts = {law: [f"{held}"] + [f"{broke} broke"] * (broke > 0)
+                  for law, (held, broke) in told["laws"].items()}  # fmt: skip
+        assert found == counts
+        assert report.page().count(f"- {name}: {told['conditions']}\n") == 1
+
+
 def test_what_means_the_same_is_still_there() -> None:
     """A line that was rewritten has to be read again."""
     for one in json.loads(report.SAME.read_text("utf-8")):
