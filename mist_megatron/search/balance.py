@@ -249,7 +249,13 @@ def exact(stages: Stages) -> Candidate | None:
     are kept that no other beats in all that stages before add to."""
     prices = stages.prices
     layers, others = prices.evaluator.job.model.layers, prices.grad_accum - 1
-    ends: dict[int, list[_End]] = {layers: [_End(0.0, -np.inf, 0.0, ())]}
+    nothing = _End(
+        sum_s=0.0,
+        late_s=-np.inf,
+        slowest_s=0.0,
+        split=(),
+    )
+    ends: dict[int, list[_End]] = {layers: [nothing]}
     for position in reversed(range(prices.stages)):
         behind = prices.stages - 1 - position
         made: dict[int, list[_End]] = {}

@@ -60,12 +60,11 @@ def _meets(split: tuple[int, ...], vpp: int) -> bool:
 
 
 def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
-    """Numbers of chunks per stage: of each size of the largest chunk the least number that takes all layers,
-    and those that divide an even share."""
+    """Numbers of chunks per stage: of each size of the largest chunk the least number that takes all layers;
+    those that divide an even share are among them."""
     share = -(-layers // stages)
     least = {-(-share // size) for size in range(1, share)}
-    even = {v for v in range(2, share + 1) if layers % (stages * v) == 0}
-    return tuple(sorted(v for v in least | even if v > 1 and layer_splits(layers, stages, v)))
+    return tuple(sorted(v for v in least if v > 1 and layer_splits(layers, stages, v)))
 
 
 @lru_cache(maxsize=4096)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 import mist_megatron as mm
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.place import place_on
 from mist_megatron.calibrate.imported import Hints
 from mist_megatron.calibrate.links import matrices_of, read_links
+from mist_megatron.cost.predict import job_of
 from mist_megatron.errors import InputError
 from mist_megatron.formats.links_yaml import links_from_text, links_to_text
 from mist_megatron.formats.plan_yaml import plan_from_text, plan_to_yaml
+from mist_megatron.search.place_gpus import gpus_in_order
 
 PLAN = """
 schema: 1
@@ -87,6 +90,17 @@ def test_links_inside_that_are_alike_change_nothing(plan):
     found, usual = place_on(plan, matrix), place_on(plan, replace(matrix, inside=()))
     assert (found.iteration_s, found.kept_default) == (usual.iteration_s, True)
     assert found.plan.rank_map is None
+
+
+@pytest.mark.parametrize(("slow", "moves"), [(20.0, True), (150.0, True), (189.0, True), (191.0, False)])
+def test_order_is_thought_of_where_a_pair_is_a_twentieth_slower(plan, slow, moves):
+    """Bridges of 200 GB/s between 0-2 and 1-3 of the second node, whose stage is the slowest."""
+    matrix = measured({"n1": bridged((0, 1), (2, 3), slow=slow), "n2": bridged((0, 2), (1, 3), slow=slow)})
+    linked = replace(plan, cluster=replace(plan.cluster, links=replace(plan.cluster.links, matrix=matrix)))
+    ordered = gpus_in_order(linked, evaluator_for(job_of(linked))[0], seed=0, evaluations=1000)
+    pairs = {frozenset(gpu - 4 for gpu in ordered.gpu_of[at : at + 2]) for at in (4, 6)}
+    assert (pairs == {frozenset((0, 2)), frozenset((1, 3))}) == moves
+    assert (ordered.rank_map is None) == (not moves)
 
 
 def test_dead_and_unmeasured_links_inside(plan):

@@ -39,6 +39,8 @@ from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
 JOBS = int(os.environ.get("MIST_TEST_EXPERT_JOBS", "2"))
+SEEDS = (3, 16, *range(4, 16), *range(17, 1000))
+"""A job of two GPUs and the one of four that has the fewest plans come first."""
 NARROW_JOBS = int(os.environ.get("MIST_TEST_NARROW_EXPERT_JOBS", "1"))
 SPACE = replace(
     space_named("full"), near_even=False, decoupled_step=False, tp_comm_overlap=False, megatron_fsdp=True
@@ -249,7 +251,7 @@ def least_of_all(job: Job, plans: Iterable[Plan] | None = None) -> float:
     return least_s
 
 
-@pytest.mark.parametrize("seed", range(3, 3 + JOBS))
+@pytest.mark.parametrize("seed", SEEDS[:JOBS])
 def test_the_best_of_all_plans_is_found(seed: int) -> None:
     job = random_job(seed)
     found, least_s = searched(job), least_of_all(job)

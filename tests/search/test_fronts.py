@@ -12,12 +12,13 @@ from jobs import evaluator_of, small_job
 
 from mist_megatron.cost.predict import grid_of, predict, refined
 from mist_megatron.errors import NoFeasiblePlan
-from mist_megatron.search.choices import Choices, ckpt_counts, fractions, slot_at
+from mist_megatron.search.choices import AXES, Choices, ckpt_counts, fractions, slot_at
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.search import Settings, Status, Watch, search
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, apply_limits, cut_to_target, space_named
 from mist_megatron.search.stage_fronts import StageTimes, slot_configs
+from mist_megatron.search.stage_prices import _along
 from mist_megatron.spec.kinds import KINDS, Offload, PerKind
 from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS
@@ -281,3 +282,13 @@ def test_nothing_fits():
         search(evaluator, space_named("full"), Settings())
     assert any("closest" in line for line in caught.value.details)
     assert any("try:" in line for line in caught.value.details)
+
+
+@pytest.mark.parametrize("ends", [(2.0, 6.0), (1.0, 2.0), (3.0, 3.0)])
+def test_between_two_numbers_of_layers_times_lie_on_a_line(ends: tuple[float, float]) -> None:
+    """And beyond them at the nearer one."""
+    shape = (-1, *[1] * len(AXES))
+    wanted, values = np.arange(9.0), np.array([3.0, 7.0]) if ends[1] > ends[0] else np.array([5.0])
+    found = _along(values.reshape(shape), np.array(ends), wanted.reshape(shape))
+    told = np.interp(wanted, np.array(ends)[: len(values)], values)
+    assert np.broadcast_to(found, wanted.reshape(shape).shape).ravel() == pytest.approx(told)

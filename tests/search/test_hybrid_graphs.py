@@ -42,6 +42,9 @@ def test_scans_are_replayed_where_there_are_some() -> None:
     router = ("moe_router", "moe_preprocess")
     assert replayed(NEMOTRON) == {("attn", "mamba", *router), ("attn", "mamba"), None}
     assert replayed(QWEN) == {("attn", *router), ("attn",), None}
+    # An MLP of some layers is replayed too, but not beside passes whose tokens are on their way.
+    mixed = replace(QWEN, experts=replace(QWEN.experts, first_dense=1))
+    assert replayed(mixed) == {("attn", "mlp", *router), ("attn", *router), ("attn",), None}
 
 
 def test_a_graph_of_scans_gains_time_and_holds_no_less() -> None:

@@ -1,0 +1,57 @@
+"""Splits of layers over stages that are alike in all else, against every split there is."""
+
+from __future__ import annotations
+
+import pytest
+from test_balance import every_split
+
+from mist_megatron.search.splits import FEWER, chunk_counts, layer_splits, least_held, split_table
+from mist_megatron.spec.schedule import chunk_layers, in_flight
+
+SIZES = [(5, 2), (12, 2), (26, 2), (9, 3), (33, 3), (12, 4), (11, 5), (9, 6)]
+
+
+def is_near(split: tuple[int, ...], vpp: int) -> bool:
+    """Stages between differ by one, the later ones having more; the ends have no more than those, or one more
+    where chunks do not ask for one size."""
+    between = list(split[1:-1])
+    if max(split) - min(split) > FEWER or between != sorted(between):
+        return False
+    if between and between[-1] - between[0] > 1:
+        return False
+    return not between or max(split[0], split[-1]) <= between[-1] + (vpp == 1)
+
+
+def is_met(split: tuple[int, ...], vpp: int) -> bool:
+    """Chunks of one place are alike but for the first stage's first one and the last one of the others, which
+    keep a layer, or embedding or head where all others have one."""
+    whole, rest = divmod(max(split), vpp)
+    full = [whole + (chunk < rest) for chunk in range(vpp)]
+    for position, count in enumerate(split):
+        own = full[0] if position == 0 else full[-1]
+        ends = max(full) == 1 and position in (0, len(split) - 1)
+        if own - (max(split) - count) < (0 if ends else 1):
+            return False
+    return whole > 0
+
+
+@pytest.mark.parametrize(("layers", "stages"), SIZES)
+def test_all_splits_that_are_near_even_are_found(layers: int, stages: int) -> None:
+    """And of numbers of chunks each that divides evenly, and of each size of the largest chunk the least."""
+    every, able = list(every_split(layers, stages)), set[int]()
+    for vpp in range(1, layers + 1):
+        found = layer_splits(layers, stages, vpp)
+        near = [one for one in every if is_near(one, vpp) and (vpp == 1 or is_met(one, vpp))]
+        assert sorted(found) == sorted(near), vpp
+        assert split_table(layers, stages, vpp).tolist() == [list(one) for one in found]
+        if found and vpp > 1:
+            able.add(vpp)
+            held = [
+                [in_flight("interleaved", k, stages, 8, vpp, own) for k, own in enumerate(chunks)]
+                for chunks in (chunk_layers(one, vpp) for one in found)
+            ]
+            assert least_held(layers, stages, vpp, 8) == tuple(map(min, *held, held[0]))
+    share = -(-layers // stages)
+    least = {next(v for v in range(layers + 1) if v * size >= share) for size in range(1, share + 1)}
+    even = {v for v in able if layers % (stages * v) == 0}
+    assert chunk_counts(layers, stages) == tuple(sorted(able & (least | even)))
