@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mist_megatron.ask import place
 from mist_megatron.ask.place import _drawn, _uses_dead
 from mist_megatron.search.place import DEAD, chain_places, ring_places, seconds_per_byte
 from mist_megatron.spec.links import LinkMatrix
@@ -60,3 +62,34 @@ def test_a_ring_costs_its_slowest_link_and_a_chain_their_sum() -> None:
     links, orders = seconds_per_byte(MATRIX), np.array([[0, 1, 3], [1, 0, 3]])
     assert ring_places(3).cost(orders, links) == pytest.approx([1 / 10e9, 1 / 10e9])
     assert chain_places(3).cost(orders, links) == pytest.approx([1 / 30e9 + 1 / 40e9, 1 / 30e9 + 1 / 10e9])
+
+
+def test_the_interval_is_of_the_middle_95_of_100_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains of 0 to 1 in equal steps: from 0.025 to 0.975."""
+    gains = iter(np.linspace(0.0, 1.0, place.DRAWS))
+    monkeypatch.setattr(place, "_drawn", lambda matrix, random: next(gains))
+    places = SimpleNamespace(places=2, cost=lambda orders, rates: np.array([1.0 + rates, 1.0]))
+    assert place._interval(places, MATRIX, (1, 0), 0) == pytest.approx((0.025, 0.975))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before_s", "told"),
+    [
+        (2.0, "no other that was found is faster"),
+        (2.0 * (1.0 + 0.9 * place.LEAST_GAIN), "no other that was found is faster"),
+        (2.0 * (1.0 + 1.1 * place.LEAST_GAIN), "GPUs inside b in another order: +0.1%"),
+        (3.0, "GPUs inside b in another order: +50.0%"),
+        (np.inf, "GPUs inside b in another order: a dead link is avoided"),
+    ],
+)
+def test_gpus_move_for_more_than_a_thousandth(monkeypatch, before_s: float, told: str) -> None:
+    links = SimpleNamespace(matrix=MATRIX)
+    plan = SimpleNamespace(gpu_of=(0, 1, 2, 3), cluster=SimpleNamespace(links=links, gpus_per_node=2))
+    ordered = SimpleNamespace(gpu_of=(0, 1, 3, 2))
+    monkeypatch.setattr(place, "job_of", lambda plan: None)
+    monkeypatch.setattr(place, "evaluator_for", lambda job: (None, ""))
+    monkeypatch.setattr(place, "gpus_in_order", lambda plan, evaluator, seed, evaluations: ordered)
+    monkeypatch.setattr(place, "_seconds", lambda one: 2.0 if one is ordered else before_s)
+    taken, seconds, (note,) = place._gpus_placed(plan, 0, 1)  # type: ignore[arg-type]
+    assert told in note
+    assert (taken, seconds) == ((ordered, 2.0) if "another" in note else (plan, before_s))

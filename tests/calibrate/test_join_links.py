@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from statistics import fmean, pstdev
 
 import pytest
 
@@ -114,3 +115,12 @@ def test_what_a_node_sends_is_a_share_of_its_usual_network(at_once, share):
     gone = len(base.collectives) - len(inside)
     assert notes[1:] == (f"links: {gone} curves of collectives between other nodes left out",)
     assert len(join_links(made, A100, [sent], "links.yaml")[1]) == 1
+
+
+def test_links_that_differ_are_as_uncertain_as_they_differ():
+    """To the fourth digit."""
+    rows = ((None, 1e9, 1.21e9), (1e9, None, 1.47e9), (1e9, 1e9, None))
+    uneven = replace(matrix(8), bytes_per_s=rows)
+    source = join_links(profile_named("a100-sxm-40gb"), A100, [uneven], "links.yaml")[0].sources["links"]
+    rates = [rate for row in rows for rate in row if rate]
+    assert source.uncertainty == round(pstdev(rates) / fmean(rates), 4)
