@@ -25,9 +25,11 @@ from mist_megatron.cost.narrow import with_narrow_inputs
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.projections import (
     gathered_rows,
+    joined_gradients,
     projection_in,
     projection_out,
     reduced_rows,
+    rotary,
     with_adapters,
 )
 from mist_megatron.cost.recurrent import output_gate, scan_operators, slowed
@@ -96,6 +98,8 @@ class LayerOptions:
     """How many times as long scans take as their passes over memory (`price/scan_kernels.py`)."""
     context_exchange: ContextExchange = "p2p"
     """How context-parallel ranks attend to each other's tokens."""
+    joins_gradients: bool = False
+    """Those of queries, keys and values are laid side by side before the projection's are made."""
 
     @property
     def softmax(self) -> Softmax:
@@ -238,7 +242,8 @@ def _attention(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
             if model.qk_norm
             else ()
         ),
-        *((_rotary(),) if model.rotary else ()),
+        *((rotary(),) if model.rotary else ()),
+        *((joined_gradients(),) if options.joins_gradients else ()),
         *((sinks(),) if model.sinks else ()),
         *context_exchange(options.context_exchange),
         *(flash_attention(model),) * options.flash_attention,
@@ -453,16 +458,6 @@ def norm(name: str, model: LayerSpec, options: LayerOptions, reads: str) -> Oper
             SavedTensor(key=f"{name}_statistics", size_bytes=statistics * ROWS),
         ),
         parameters=number(model.norm_parameters),
-    )
-
-
-def _rotary() -> Operator:
-    """Rotates queries and keys; rotation is undone by rotating back, so nothing is kept."""
-    moved = 2 * HALF * TOKENS * (QUERY + KEY)
-    return Operator(
-        name="rotary",
-        forward=(memory_work("rotary_forward", moved, kernels=2),),
-        backward=(memory_work("rotary_backward", moved, kernels=2),),
     )
 
 

@@ -143,3 +143,20 @@ def trained_parameters(operators: Iterable[Operator]) -> Expr:
     """Elements of adapters."""
     own = (operator.parameters for operator in operators if operator.name.startswith(NAMED))
     return sum(own, start=ZERO)
+
+
+def rotary() -> Operator:
+    """Rotates queries and keys; rotation is undone by rotating back, so nothing is kept."""
+    moved = 2 * HALF * TOKENS * (QUERY + KEY)
+    return Operator(
+        name="rotary",
+        forward=(memory_work("rotary_forward", moved, kernels=2),),
+        backward=(memory_work("rotary_backward", moved, kernels=2),),
+    )
+
+
+def joined_gradients() -> Operator:
+    """Of queries, keys and values that were split off one projection: the backward pass of torch's split is a
+    concatenation (llm-foundry 0.3.0, attention.py: qkv.split)."""
+    moved = 2 * HALF * TOKENS * (QUERY + 2 * KEY)
+    return Operator(name="joined", forward=(), backward=(memory_work("joined_backward", moved),))

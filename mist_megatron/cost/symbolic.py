@@ -55,6 +55,7 @@ def layer_options(job: Job) -> LayerOptions:
         fused_rotary=job.model.constants.rotary_scaling == "yarn",
         scan_slowdown=scan_slowdown(job.cluster.gpu.name),
         context_exchange=job.execution.context_exchange or "p2p",
+        joins_gradients=job.execution.zero3 == "fsdp",
     )
 
 
