@@ -40,8 +40,8 @@ from mist_megatron.cost.terms import (
     totals,
 )
 from mist_megatron.cost.work import StageWork, stage_work
+from mist_megatron.price.compiled_kernels import compiled_slowdown
 from mist_megatron.price.prices import Prices
-from mist_megatron.price.scan_kernels import scan_slowdown
 from mist_megatron.price.wrappers import DeterministicPrices, FourBitPrices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
@@ -95,7 +95,7 @@ def make_evaluator(
         (
             *(job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target),
             TARGETS[job.target].memory(job.execution),
-            scan_slowdown(job.cluster.gpu.name),
+            compiled_slowdown(job.cluster.gpu.name),
             weight_beyond_bytes(job),
         )
     )

@@ -49,8 +49,8 @@ from mist_megatron.cost.symbols import (
     SP,
     TP,
 )
-from mist_megatron.cost.works import collective_work, memory_work, products, weight_grad, with_casts
-from mist_megatron.price.scan_kernels import USUAL
+from mist_megatron.cost.works import collective_work, in_low_precision, memory_work, products, weight_grad
+from mist_megatron.price.compiled_kernels import USUAL
 from mist_megatron.spec.experts import LatentAttention
 from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Quantization
 from mist_megatron.spec.layer import LayerSpec
@@ -94,8 +94,7 @@ class LayerOptions:
     """Shared experts compute beside the dispatch of tokens."""
     fused_rotary: bool = True
     """One kernel rotates queries and keys of latent attention."""
-    scan_slowdown: Fraction = USUAL
-    """How many times as long scans take as their passes over memory (`price/scan_kernels.py`)."""
+    compiled_slowdown: Fraction = USUAL  # price/compiled_kernels.py
     context_exchange: ContextExchange = "p2p"
     """How context-parallel ranks attend to each other's tokens."""
     joins_gradients: bool = False
@@ -116,8 +115,10 @@ def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """One transformer layer of that shape."""
     if model.entry is not None:
         return entry_operators(model, _statistics(model, options))
-    operators = chosen(with_casts(_whole_block(model, options), options.quantization), options.modules)
-    operators = with_narrow_inputs(operators, options.quantization, options.modules, options.offloaded)
+    whole = slowed(_whole_block(model, options), options.compiled_slowdown)
+    recipe = (options.quantization or "delayed") if options.eight_bit else None
+    made = chosen(in_low_precision(whole, recipe, options.shared_apart), options.modules)
+    operators = with_narrow_inputs(made, options.quantization, options.modules, options.offloaded)
     if model.adapter is not None:
         operators = with_adapters(operators, model.adapter, gated=model.gated_mlp)
     return captured(operators, options.graphs, shared_apart=options.shared_apart)
@@ -222,7 +223,7 @@ def _mixer(model: LayerSpec, mixer: Mamba | DeltaNet, options: LayerOptions) -> 
     back = HIDDEN, number(inner) / TP
     return (
         *projection_in("mixer_in", columns, bias=False, saves="normed1", eight_bit=eight_bit),
-        *slowed(scan_operators(mixer, _statistics(model, options)), options.scan_slowdown),
+        *scan_operators(mixer, _statistics(model, options)),
         *projection_out("mixer_out", back, bias=False, saves="mixer_normed", eight_bit=eight_bit),
     )
 

@@ -306,11 +306,15 @@ def _delta_backward(net: DeltaNet) -> tuple[Work, ...]:
     )  # fmt: skip
 
 
+COMPILED = ("scan_", "activation", "expert_activation", "shared_activation", "mixer_norm", "residual")
+"""How the names of work begin that runs in kernels of Triton or torch.compile."""
+
+
 def slowed(operators: tuple[Operator, ...], times: Fraction) -> tuple[Operator, ...]:
-    """With scans that take so many times as long."""
+    """With what a compiler made (`COMPILED`) taking so many times as long."""
 
     def longer(works: tuple[Work, ...]) -> tuple[Work, ...]:
-        return tuple(_longer(work, times) if work.name.startswith("scan_") else work for work in works)
+        return tuple(_longer(work, times) if work.name.startswith(COMPILED) else work for work in works)
 
     if times == 1:
         return operators

@@ -23,7 +23,7 @@ from mist_megatron.cost.operators import ZERO, Operator
 from mist_megatron.cost.shapes import ACTIVATION, VOCAB_SHARE
 from mist_megatron.cost.stage import StageProgram, build_stage_program
 from mist_megatron.cost.symbols import HIDDEN
-from mist_megatron.price.scan_kernels import scan_slowdown
+from mist_megatron.price.compiled_kernels import compiled_slowdown
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.targets.table import TARGETS
@@ -53,7 +53,7 @@ def layer_options(job: Job) -> LayerOptions:
         fused_experts=job.execution.quantization == "mxfp8" and "full_iteration" in graphs,
         shared_apart=bool(job.execution.shared_expert_overlap),
         fused_rotary=job.model.constants.rotary_scaling == "yarn",
-        scan_slowdown=scan_slowdown(job.cluster.gpu.name),
+        compiled_slowdown=compiled_slowdown(job.cluster.gpu.name),
         context_exchange=job.execution.context_exchange or "p2p",
         joins_gradients=job.execution.zero3 == "fsdp",
     )
@@ -73,9 +73,7 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
         **{block.kind.name: block.operators for block in blocks(job.model, options)},
         "head": edges["head"],
     }
-    # Dense runs were what products' shares were fitted to with gaps counted, some of them graphs like these.
-    mixed = any(kind.experts is not None for kind in job.model.kinds)
-    if "full_iteration" in options.graphs and mixed:
+    if "full_iteration" in options.graphs:
         return {name: without_gaps(operators) for name, operators in graphs.items()}
     return graphs
 

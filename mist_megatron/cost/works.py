@@ -71,9 +71,18 @@ where NVIDIA fused the casts of what DeepSeek-V3's norms give into these, a laye
 8.44 s, Megatron-LM's report on GB200), twice what those casts are in one pass; 4 bits alike (assumed)."""
 
 
-def with_casts(operators: Sequence[Operator], quantization: str | None) -> tuple[Operator, ...]:
+def in_low_precision(
+    operators: Sequence[Operator], quantization: str | None, shared_apart: bool
+) -> tuple[Operator, ...]:
+    """With what casts take by this recipe, and what is gathered in 8 or 4 bits; None is of 16."""
+    if quantization is None:
+        return tuple(operators)
+    return _with_casts(_with_narrow_gathers(operators, quantization, shared_apart), quantization)
+
+
+def _with_casts(operators: Sequence[Operator], quantization: str) -> tuple[Operator, ...]:
     """What casts to low precision take by this recipe."""
-    times = CAST_PASSES.get(quantization or "", ONE)
+    times = CAST_PASSES.get(quantization, ONE)
     if times == 1:
         return tuple(operators)
 
@@ -84,6 +93,44 @@ def with_casts(operators: Sequence[Operator], quantization: str | None) -> tuple
         )
 
     return tuple(replace(one, forward=cast(one.forward), backward=cast(one.backward)) for one in operators)
+
+
+GATHERED_SHARES = MappingProxyType(
+    {
+        "delayed": (number(1, 2), number(1, 2)),
+        "tensorwise": (number(1, 2), number(1, 2)),
+        "blockwise": (number(33, 64), number(33, 32)),
+        "mxfp8": (number(33, 64), number(33, 32)),
+        "nvfp4": (number(9, 32), number(9, 16)),
+    }
+)
+"""Of 16 bits, what tensor-parallel ranks gather for products of low precision: rows, which one product reads,
+forward by rows and for the weight's gradient by columns; and gradients, which two read, by rows alone where
+the other way is made of that (one scale for a tensor), else both ways. Scales of blocks are a byte for 32
+elements or 16, four for 128 (Transformer Engine 2.20, gather_along_first_dim of distributed.py)."""
+_OF_ROWS = ("gather1_", "gather2_", "shared_gather")
+_OF_GRADIENTS = ("reduce1_gather", "reduce2_gather", "shared_back")
+
+
+def _with_narrow_gathers(
+    operators: Sequence[Operator], quantization: str, shared_apart: bool
+) -> tuple[Operator, ...]:
+    """What products in 8 or 4 bits read is gathered in these; sums are scattered in 16. Shared experts on a
+    stream of their own (`shared_apart`) gather for themselves, in 16 (megatron-core's shared_experts.py)."""
+    rows, gradients = GATHERED_SHARES[quantization]
+
+    def narrow(work: Work) -> Work:
+        wide = shared_apart and work.name.startswith("shared_")
+        if work.kind is not WorkKind.ALL_GATHER or wide:
+            return work
+        of_rows, of_gradients = work.name.startswith(_OF_ROWS), work.name.startswith(_OF_GRADIENTS)
+        share = rows if of_rows else gradients if of_gradients else ONE
+        return replace(work, moved_bytes=share * work.moved_bytes)
+
+    return tuple(
+        replace(one, forward=tuple(map(narrow, one.forward)), backward=tuple(map(narrow, one.backward)))
+        for one in operators
+    )
 
 
 def products(

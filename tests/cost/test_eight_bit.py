@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -19,8 +20,11 @@ from mist_megatron.price.prices import Collective, Gemm, GroupedGemm, MemoryPass
 from mist_megatron.price.wrappers import EightBitOutput, FourBitPrices, WideLayers
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
+from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.term import Term
+
+COLLECTIVES = (WorkKind.ALL_GATHER, WorkKind.REDUCE_SCATTER, WorkKind.ALL_REDUCE)
 
 
 def works(operators):
@@ -95,6 +99,33 @@ def test_ranks_agree_on_maxima_behind_every_pass(runs_dir):
         seconds[recipe] = predicted.stages[1].stable_terms_s[Term.HOST_WORK]
         assert prices.asked == ({("all_reduce", 128.0, 16.0)} if recipe == "delayed" else set())
     assert seconds["delayed"] - seconds["tensorwise"] == pytest.approx(2 * 12 * 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bits", "ways"),
+    [
+        ("delayed", 8.0, 1),
+        ("tensorwise", 8.0, 1),
+        # 32 elements share a scale of 8 bits (OCP Microscaling), 16 in NVFP4; DeepSeek's 128 one of 32.
+        ("mxfp8", 8.0 + 8.0 / 32.0, 2),
+        ("nvfp4", 4.0 + 8.0 / 16.0, 2),
+        ("blockwise", 8.0 + 32.0 / 128.0, 2),
+    ],
+)
+def test_rows_are_gathered_in_the_bits_that_products_read(recipe, bits, ways):
+    """Transformer Engine quantizes before it gathers: rows for one product each, gradients for two, in both
+    directions where blocks have scales. What is summed has 16 bits."""
+    model = PRESETS["llama3-8b"]
+    wide = works(block(model, LayerOptions()))
+    narrow = {w.name: w for w in works(block(model, LayerOptions(eight_bit=True, quantization=recipe)))}
+    gathers = 0
+    for work in wide:
+        if work.group is Group.TENSOR and work.kind in COLLECTIVES:
+            is_gather = work.kind is WorkKind.ALL_GATHER
+            share = bits / 16.0 * (ways if work.name.startswith("reduce") else 1) if is_gather else 1.0
+            assert narrow[work.name].moved_bytes == Fraction(share) * work.moved_bytes, work.name
+            gathers += is_gather
+    assert gathers == 6
 
 
 def test_four_bits_halve_products_and_nothing_else():

@@ -16,6 +16,7 @@ from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.latent import QUERY_WIDTH
 from mist_megatron.cost.layers import LayerOptions, block, saved_bytes
 from mist_megatron.cost.mtp import _joined, depths_kept
+from mist_megatron.cost.recurrent import COMPILED
 from mist_megatron.cost.shapes import ACTIVATION, EXPERT_INNER, EXPERT_ROWS, HALF, TOKENS, VOCAB_SHARE
 from mist_megatron.spec.presets import PRESETS
 
@@ -59,15 +60,15 @@ def test_positions_of_latent_attention_without_yarn_are_operators_of_their_own(c
         assert float((work.moved_bytes / query).value) == pytest.approx(queries, rel=0.05)
 
 
-def test_scans_that_take_twice_as_long_do_no_more():
+def test_what_a_compiler_made_takes_twice_as_long_and_does_no_more():
     model = PRESETS["nemotron-3-nano-30b-a3b"]
     kind = next(kind for kind in model.kinds if kind.mamba is not None)
-    usual, slow = (block(kind, LayerOptions(scan_slowdown=times)) for times in (1, 2))
+    usual, slow = (block(kind, LayerOptions(compiled_slowdown=times)) for times in (1, 2))
     for one, other in zip(usual, slow, strict=True):
         for work, longer in zip(
             (*one.forward, *one.backward), (*other.forward, *other.backward), strict=True
         ):
-            times = 2 if work.name.startswith("scan_") else 1
+            times = 2 if work.name.startswith(COMPILED) else 1
             assert longer.flops == work.flops
             if work.gemm is None:
                 assert longer.moved_bytes == times * work.moved_bytes
