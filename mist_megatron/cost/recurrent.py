@@ -306,8 +306,10 @@ def _delta_backward(net: DeltaNet) -> tuple[Work, ...]:
     )  # fmt: skip
 
 
-COMPILED = ("scan_", "activation", "expert_activation", "shared_activation", "mixer_norm", "residual")
-"""How the names of work begin that runs in kernels of Triton or torch.compile."""
+COMPILED = ("scan_", "expert_activation", "shared_activation", "mixer_norm")
+"""How the names of work begin that runs in kernels of Triton or torch.compile beside scans and experts. Dense
+activations and residual streams run in such kernels too, but products' rates were fitted to dense runs with
+these at memory's rate; fitted anew without, dense runs that took no part came out worse (2026-11-27)."""
 
 
 def slowed(operators: tuple[Operator, ...], times: Fraction) -> tuple[Operator, ...]:

@@ -73,7 +73,9 @@ def layer_graphs(job: Job) -> dict[str, tuple[Operator, ...]]:
         **{block.kind.name: block.operators for block in blocks(job.model, options)},
         "head": edges["head"],
     }
-    if "full_iteration" in options.graphs:
+    # Dense runs were what products' shares were fitted to with gaps counted, some of them graphs like these.
+    mixed = any(kind.experts is not None for kind in job.model.kinds)
+    if "full_iteration" in options.graphs and mixed:
         return {name: without_gaps(operators) for name, operators in graphs.items()}
     return graphs
 

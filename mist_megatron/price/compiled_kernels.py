@@ -1,6 +1,6 @@
 """How fast kernels that a compiler made run on a GPU beside what its memory would let them: scans of Mamba-2
-and gated delta nets with the norm behind (Triton), and what torch.compile makes of megatron-core's fusions/
-(jit.py): activations, and additions to the residual stream."""
+and gated delta nets with the norm behind (Triton), and what torch.compile makes of experts' activations
+(megatron-core's jit.py)."""
 
 from __future__ import annotations
 
