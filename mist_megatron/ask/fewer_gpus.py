@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.evaluators import Sharing
 from mist_megatron.ask.job_words import AskedJob
 from mist_megatron.ask.tune import Tuned
 from mist_megatron.errors import InputError, NoFeasiblePlan
@@ -88,11 +88,12 @@ def least_gpu_s_of(job: Job, space: Space, settings: Settings) -> float:
     """What a step takes of GPUs at least, in whatever way it is executed: what layers compute where nothing
     is run again depends on nothing but how sequences are split."""
     ways: dict[object, Way] = {}
+    sharing = Sharing()
     for choice in execution_choices(job, space, settings.limits):
         said = choice.job.execution
         # Levels that the limits ask for may be Megatron-FSDP's alone.
         same = said.context_parallel, said.context_exchange, said.context_inner, said.megatron_fsdp
         if same not in ways:
-            ways[same] = Way(evaluator=evaluator_for(choice.job).evaluator, limits=choice.limits)
+            ways[same] = Way(evaluator=sharing.of(choice.job), limits=choice.limits)
     asked = zip(*questions_of(list(ways.values()), space, settings.step, settings.solver), strict=True)
     return min(least_gpu_s(question, way.limits) for way, question in asked)

@@ -159,7 +159,7 @@ def _block_terms(
 
 def _arrivals(forward: _Way, backward: _Way, kept: LayerRun, whole: LayerRun) -> Linear:
     """What passes wait for before their first layer."""
-    if forward.runs_begun == backward.runs_begun:
+    if np.array_equal(forward.runs_begun, backward.runs_begun):
         both = [run.forward.alone_s + run.backward.alone_s for run in (kept, whole)]
         return _once(forward.grid, forward.runs_begun, *both)
     there = forward.begun(kept.forward.alone_s, whole.forward.alone_s)
@@ -207,7 +207,7 @@ def _edge_terms(
 def _travels(work: StageWork, layer: LayerWork) -> bool:
     """Whether weights or gradients of an edge do while it and its neighbour compute."""
     traffic = np.any(layer.first.gather_s) or np.any(layer.backward.reduce_s)
-    return bool(traffic) and not (work.grid.vpp > 1 or _ahead(work))
+    return bool(traffic) and not (work.grid.interleaved or _ahead(work))
 
 
 def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: bool = False) -> LayerRun:
@@ -439,12 +439,12 @@ class _Way:
     forward: bool
 
     @property
-    def runs_begun(self) -> int:
+    def runs_begun(self) -> int | Array:
         """Runs of layers of which such a layer is the first that the passes come to ..."""
         return self.grid.beginning(self.place) if self.forward else self.grid.ending(self.place)
 
     @property
-    def runs_ended(self) -> int:
+    def runs_ended(self) -> int | Array:
         """... and the last."""
         return self.grid.ending(self.place) if self.forward else self.grid.beginning(self.place)
 
@@ -469,10 +469,10 @@ def _mixed(place: int, kept: Array, whole: Array) -> Linear:
     return of_kind(place, kept, dropped_if_idle(np.asanyarray(whole - kept)))
 
 
-def _once(grid: StageGrid, runs: int, kept: Array, whole: Array) -> Linear:
+def _once(grid: StageGrid, runs: int | Array, kept: Array, whole: Array) -> Linear:
     """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers where
     it has no others."""
-    if not runs or not (kept.any() or whole.any()):
+    if not np.any(runs) or not (kept.any() or whole.any()):
         return Linear()
     if kept is whole or not np.any(grid.ckpt):
         return Linear(runs * kept)

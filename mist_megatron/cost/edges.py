@@ -170,7 +170,7 @@ def still_leaving(work: StageWork, usual: PassWork, followed: bool) -> PassWork:
 
 
 def _turns(work: StageWork, followed: bool) -> bool:
-    return work.grid.vpp == 1 and not followed
+    return not (work.grid.interleaved or followed)
 
 
 def _arrival_s(own: PassWork, host_s: Array, factors: Array) -> Array:

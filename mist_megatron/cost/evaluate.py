@@ -268,7 +268,7 @@ class StageEvaluator:
         facts, none = self._memory_facts, np.zeros(())
         nothing = replace(grid, offload=alike(none))
         whole = replace(grid, offload=alike(none + 1.0))
-        stay, gone = (self._memory(end, ("term.",)) for end in (nothing, whole))
+        stay, gone = (self._memory(end, tuple(f"term.{kind}" for kind in kinds)) for end in (nothing, whole))
         for kind in kinds:
             each = stay[f"term.{kind}"] - gone[f"term.{kind}"]
             if kind == "activations":

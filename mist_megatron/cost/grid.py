@@ -90,7 +90,8 @@ class StageGrid:
     instances: Array = field(default_factory=lambda: ONE)
     """Sub-groups of replicas that hold all optimizer states."""
     stages: int = 1
-    vpp: int = 1
+    vpp: int | Array = 1
+    """Chunks of the stage: one each on all meshes, or several on all."""
     bridged: bool = False
     """Neighbours may be on other grids: one rank of each tensor-parallel group sends and receives whole
     activations, and hands them on inside its group."""
@@ -118,11 +119,16 @@ class StageGrid:
         """Counts of each kind of layer."""
         return self.counts or (LayerCount(self.layers, self.ckpt),)
 
-    def beginning(self, place: int) -> int:
+    @property
+    def interleaved(self) -> bool:
+        """Whether chunks take turns."""
+        return bool(np.any(np.asarray(self.vpp) > 1))
+
+    def beginning(self, place: int) -> int | Array:
         """How many of its runs of layers begin with the kind at that place ..."""
         return sum(first == place for first, _ in self.runs) if self.runs else self.vpp
 
-    def ending(self, place: int) -> int:
+    def ending(self, place: int) -> int | Array:
         """... and how many end with it."""
         return sum(last == place for _, last in self.runs) if self.runs else self.vpp
 

@@ -28,8 +28,8 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
         return None, None
     overlaps = _beside_chunks(grid, context)
     # Chunks pass every boundary on their way, wherever their stage stands.
-    share = _crossing_share(grid, context, grid.role if grid.vpp == 1 else None)
-    if grid.vpp == 1 and grid.crossed:
+    share = _crossing_share(grid, context, None if grid.interleaved else grid.role)
+    if grid.crossed and not grid.interleaved:
         share = sum(grid.crossed) / len(grid.crossed)
     inside, across = boundary.inside_s, boundary.across_s
     hop = (1.0 - share) * inside + share * across + boundary.handed_on_s
@@ -81,7 +81,7 @@ def _mean(values: Sequence[Array]) -> Array:
 
 
 def _beside_chunks(grid: StageGrid, context: TimeContext) -> bool:
-    return grid.vpp > 1 and context.facts.pipeline.sends_overlap_when_interleaved
+    return grid.interleaved and context.facts.pipeline.sends_overlap_when_interleaved
 
 
 def _crossing_share(grid: StageGrid, context: TimeContext, role: StageRole | None) -> float:

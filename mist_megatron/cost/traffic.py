@@ -340,7 +340,7 @@ def host_copy(copied_bytes: Array, direction: Literal["h2d", "d2h"], context: Ti
 
 def reduces_in_passes(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether gradients of ZeRO 0 and 1 are reduced beside backward passes, not after the last of them."""
-    later = facts.pipeline.later_stages_at_once and grid.vpp == 1 and not grid.role.has_embedding
+    later = facts.pipeline.later_stages_at_once and not (grid.interleaved or grid.role.has_embedding)
     return facts.reduction.last_overlaps and not later
 
 
@@ -348,18 +348,18 @@ def gathers_on_arrival(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether weights of ZeRO 1 and 2 are gathered when the first micro-batch has come, which holds up all
     later stages."""
     alone = facts.step.gather_overlaps and not facts.step.in_first_forward
-    return alone and facts.pipeline.later_stages_at_once and grid.vpp == 1
+    return alone and facts.pipeline.later_stages_at_once and not grid.interleaved
 
 
 def gathers_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether they are gathered ahead, a chunk at a time."""
     alone = facts.step.gather_overlaps and not facts.step.in_first_forward
-    return alone and facts.pipeline.later_stages_at_once and grid.vpp > 1
+    return alone and facts.pipeline.later_stages_at_once and grid.interleaved
 
 
 def reduces_by_chunk(grid: StageGrid, facts: TrafficFacts) -> bool:
     """Whether a chunk's gradients of ZeRO 0 and 1 are reduced when all of them are made."""
-    return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.vpp > 1
+    return facts.reduction.last_overlaps and facts.pipeline.later_stages_at_once and grid.interleaved
 
 
 def shard_passes_s(parameters: Array, grid: StageGrid, context: TimeContext) -> tuple[Array, Array]:

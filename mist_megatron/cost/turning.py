@@ -13,12 +13,13 @@ import numpy as np
 from mist_megatron.cost.phases import Phase
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer
+from mist_megatron.price.prices import Array
 from mist_megatron.spec.mesh import StageRole
 
 
 def last_layer_stays(work: StageWork) -> bool:
     """Whether what the stage's last layer saved is still there when its backward pass begins."""
-    follows_at_once = work.grid.role.has_head and work.grid.vpp == 1
+    follows_at_once = work.grid.role.has_head and not work.grid.interleaved
     copies = work.context.facts.host_copies
     return copies.last_comes_early or (copies.last_stays and follows_at_once)
 
@@ -37,11 +38,11 @@ def begun_with(work: StageWork, place: int, kept: LayerWork, *, followed: bool) 
     return found_there(work, load) if sends and (followed or last_layer_stays(work)) else kept
 
 
-def warmed_up(work: StageWork, runs_ended: int, forward: Phase, load: LayerLoad) -> Linear:
+def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: LayerLoad) -> Linear:
     """What d has of forward passes of chunks that follow each other while a pipeline warms up: what the last
     layer of one sends off leaves beside the next, which hides less of it than a backward pass does."""
     grid = work.grid
-    if grid.vpp == 1 or not np.any(load.moved_bytes):
+    if not grid.interleaved or not np.any(load.moved_bytes):
         return Linear()
     between = {StageRole.FIRST: 2, StageRole.MIDDLE: 1}.get(grid.role, 0)
     passes = between * (grid.stages - 1) + (grid.vpp - 1) * grid.stages

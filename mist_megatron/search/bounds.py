@@ -119,8 +119,9 @@ def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
     """Bounds of all shapes, priced in one batch per pipeline size and kind of schedule."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
-        key = (shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp)
-        groups.setdefault(key, []).append(index)
+        counts = layer_counts(question, shape)
+        pipeline = shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp > 1
+        groups.setdefault((*pipeline, None if counts is None else len(counts)), []).append(index)
     bounds: list[EqualBound | None] = [None] * len(shapes)
     for members in groups.values():
         question.tick()
@@ -130,9 +131,12 @@ def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
 
 
 def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
-    stages, counts = shapes[0].stages, layer_counts(question, shapes[0])
+    stages = shapes[0].stages
+    counts = [each for shape in shapes if (each := layer_counts(question, shape)) is not None]
     positions = (0, min(1, stages - 1), stages - 1)
-    priced = {k: least_times(question, shapes, role_of(k, stages), counts) for k in sorted(set(positions))}
+    priced = {
+        k: least_times(question, shapes, role_of(k, stages), counts or None) for k in sorted(set(positions))
+    }
     return [
         bound_of(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]))
         for row, shape in enumerate(shapes)
@@ -140,12 +144,13 @@ def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[Equ
 
 
 def layer_counts(question: SearchProblem, shape: EqualPipeline) -> list[int] | None:
-    """Numbers of layers for which a shape's bound wants the least times; None for every one."""
+    """Numbers of layers for which a shape's bound wants the least times, equally many for shapes of equally
+    many stages that all have one chunk, or all several; None for every one."""
     stages, layers = shape.stages, question.evaluator.job.model.layers
     if splits_layers(question.space, stages, shape.vpp):
         # t is linear in layers, and d does not fall.
         table = split_table(layers, stages, shape.vpp)
-        return sorted({int(table.min()), -(-layers // stages), int(table.max())})
+        return [int(table.min()), -(-layers // stages), int(table.max())]
     return [layers // stages] if _is_even(question, shape) else None
 
 
@@ -322,23 +327,25 @@ def least_times(
     question: SearchProblem,
     meshes: Sequence[EqualPipeline],
     role: StageRole,
-    counts: Sequence[int] | None = None,
+    counts: Sequence[Sequence[int]] | None = None,
 ) -> list[LeastTimes]:
-    """Of a role's stages on all these meshes, which are alike in nodes, sequence parallelism and chunks, with
-    so many layers each; None is every number."""
+    """Of a role's stages on all these meshes, which are alike in nodes and sequence parallelism and all have
+    one chunk, or all several; by mesh, so many layers each, None is every number."""
     evaluator, first = question.evaluator, meshes[0]
     levels = sorted({level for mesh in meshes for level in mesh.zero})
-    layers = np.array(counts or range(1, evaluator.job.model.layers + 1), dtype=np.float64)
     zero = np.zeros((1, 1, 1, 1))
     shares = fractions(question.space.offload.optimizer, question.step)
+    layers = np.array(counts or [range(1, evaluator.job.model.layers + 1)], dtype=np.float64)
     own, (meshes, instances, starts) = meshes, _with_instances(meshes)
+    if counts is not None:
+        layers = np.repeat(layers, [len(mesh.instances) for mesh in own], axis=0)
     grid = StageGrid(
         role=role,
         nodes=max(mesh.nodes for mesh in meshes),
         gpus_per_node=first.gpus_per_node,
         sequence_parallel=first.sequence_parallel,
         recompute=least_recompute(question.space),
-        layers=layers.reshape(1, -1, 1, 1),
+        layers=layers.reshape(*layers.shape, 1, 1),
         ckpt=zero,
         in_flight=zero + 1.0,
         micro_batch=_column(meshes, "micro_batch"),
@@ -352,7 +359,7 @@ def least_times(
         # The optimizer's share may make d smaller.
         offload=replace(alike(zero), optimizer=shares.reshape(1, 1, 1, -1)),
         stages=first.stages,
-        vpp=first.vpp,
+        vpp=_column(meshes, "vpp"),
         bridged=first.bridged,
     )
     # Gradients that are on the host already need not be copied there for the update.
@@ -362,7 +369,7 @@ def least_times(
     if facts.step.in_first_forward and facts.step.by_place:
         # Offloaded weights save copies of a step between forward passes.
         extra = np.minimum(extra, 0.0)
-    size, one = (len(meshes), len(layers), len(levels)), (len(meshes), 1, 1, 1)
+    size, one = (len(meshes), layers.shape[1], len(levels)), (len(meshes), 1, 1, 1)
     parts = [
         np.minimum.reduceat(np.broadcast_to(part.min(axis=-1) if np.ndim(part) else part, size), starts)
         for part in (stable, stable + extra, step)

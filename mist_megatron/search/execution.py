@@ -7,8 +7,9 @@ ways a target has its facts say; here they are cut to what the space and the lim
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from mist_megatron.errors import InputError
@@ -56,32 +57,41 @@ class ExecutionChoice:
 
     def keeps(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched in this way."""
-        ranks = head_ranks(self.job.execution)
-        if not all(shares_heads(kind, shape.tp, ranks) for kind in self.job.model.kinds if kind.attends):
-            return False
-        if self.job.execution.fp8_param_gather and min(shape.zero) == 0:
-            return False
-        if self.coprime and math.gcd(shape.micro_batch, shape.cp) > 1:
-            return False
-        if (self.sends and shape.ep * shape.etp == 1) or (shape.vpp > 1 and not self.chunked):
-            return False
-        if self.shards and max(shape.zero) < 2:
-            return False
-        if self.job.execution.megatron_fsdp and self.job.model.routed is not None:
-            ranks = shape.dp * shape.cp
-            copies = shape.tp * ranks // (shape.ep * shape.etp) // shape.instances[0]
-            if weighs_unevenly(max(shape.zero), shape.grad_accum, ranks, copies):
-                return False
-        if self.paired is not None and self.paired != _pairs(shape):
-            return False
-        if not self.gathers_beside:
-            return True
-        return (shape.stages == 1 or shape.vpp > 1) and max(shape.zero) > 0 and shape.dp * shape.cp > 1
+        return not any(rules_out(shape) for rules_out in self._rules_out)
+
+    @cached_property
+    def _rules_out(self) -> Sequence[Callable[[EqualPipeline], bool]]:
+        """Of most ways none: a search asks of many shapes."""
+        model, execution = self.job.model, self.job.execution
+        ranks, attends = head_ranks(execution), [kind for kind in model.kinds if kind.attends]
+        asked: list[tuple[bool, Callable[[EqualPipeline], bool]]] = [
+            (ranks > 1, lambda shape: not all(shares_heads(kind, shape.tp, ranks) for kind in attends)),
+            (bool(execution.fp8_param_gather), lambda shape: min(shape.zero) == 0),
+            (self.coprime, lambda shape: math.gcd(shape.micro_batch, shape.cp) > 1),
+            (self.sends, lambda shape: shape.ep * shape.etp == 1),
+            (not self.chunked, lambda shape: shape.vpp > 1),
+            (self.shards, lambda shape: max(shape.zero) < 2),
+            (bool(execution.megatron_fsdp) and model.routed is not None, _weighs_unevenly),
+            (self.paired is not None, lambda shape: self.paired != _pairs(shape)),
+            (self.gathers_beside, lambda shape: not _gathers_beside(shape)),
+        ]
+        return [rules_out for is_asked, rules_out in asked if is_asked]
 
     @property
     def mixes(self) -> bool:
         """Whether stages of different meshes are searched in this way."""
         return not self.gathers_beside and self.job.model.routed is None
+
+
+def _weighs_unevenly(shape: EqualPipeline) -> bool:
+    ranks = shape.dp * shape.cp
+    copies = shape.tp * ranks // (shape.ep * shape.etp) // shape.instances[0]
+    return weighs_unevenly(max(shape.zero), shape.grad_accum, ranks, copies)
+
+
+def _gathers_beside(shape: EqualPipeline) -> bool:
+    """Whether all stages gather updated weights beside their first forward pass."""
+    return (shape.stages == 1 or shape.vpp > 1) and max(shape.zero) > 0 and shape.dp * shape.cp > 1
 
 
 def _pairs(shape: EqualPipeline) -> bool:

@@ -25,7 +25,8 @@ Ranks = tuple[int, int, bool]
 """Tensor-parallel ranks, micro-batch, and whether sequence parallelism is on."""
 _Seconds = tuple[float, ...]
 """Of a layer of each kind, and of the head."""
-COMPUTE = (Term.FORWARD, Term.BACKWARD)
+OF_LAYERS = (Term.FORWARD, Term.BACKWARD, Term.RECOMPUTE, Term.TENSOR_PARALLEL)
+"""Of these none is shorter for what runs beside it."""
 
 
 class LayerFloors:
@@ -40,7 +41,7 @@ class LayerFloors:
         """Seconds that no plan of each shape beats."""
         known = self._seconds.setdefault(_alike(question), {})
         new = {ranks_of(shape) for shape in shapes} - known.keys()
-        known.update(_seconds(question, new, (*COMPUTE, Term.TENSOR_PARALLEL)))
+        known.update(_seconds(question, new))
         floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
         every = []
         for shape in shapes:
@@ -106,13 +107,15 @@ def _floor_s(question: SearchProblem, shape: EqualPipeline, seconds: _Seconds | 
     return bound_of(question, shape, (last if shape.stages == 1 else others, others, last)).value_s
 
 
-def _seconds(question: SearchProblem, ranks: set[Ranks], of_layer: tuple[Term, ...]) -> dict[Ranks, _Seconds]:
+def _seconds(question: SearchProblem, ranks: set[Ranks]) -> dict[Ranks, _Seconds]:
     """By ranks whose group fills whole nodes, or a part of one."""
     seconds: dict[Ranks, list[float]] = {}
     for members, grid in grids_of(question, ranks):
         terms = question.evaluator.terms(grid).stable
         parts = [
-            sum((terms[name].slopes[kind].per_layer for name in of_layer if name in terms), start=np.zeros(1))
+            sum(
+                (terms[name].slopes[kind].per_layer for name in OF_LAYERS if name in terms), start=np.zeros(1)
+            )
             for kind in range(len(grid.by_kind))
         ]
         parts.append(terms[Term.HEAD].fixed if Term.HEAD in terms else np.zeros(1))
@@ -122,16 +125,21 @@ def _seconds(question: SearchProblem, ranks: set[Ranks], of_layer: tuple[Term, .
 
 
 def grids_of(question: SearchProblem, ranks: set[Ranks]) -> Iterator[tuple[list[Ranks], StageGrid]]:
-    """One replica of each, those together that lie on as many nodes."""
+    """One replica of each, those together that fast links join, whose ranks meet alike whatever is beside
+    them, and those of several nodes, which reach as many as they are."""
     cluster, cp = question.evaluator.job.cluster, question.evaluator.job.execution.context_parallel
-    groups: dict[tuple[int, int, bool], list[Ranks]] = {}
+    linked, per_node = cluster.linked_gpus, cluster.gpus_per_node
+    groups: dict[tuple[int, int, bool], list[tuple[int, Ranks]]] = {}
     for one in sorted(ranks):
-        mesh = nodes_and_gpus(one[0] * cp, cluster.gpus_per_node)
+        mesh = nodes_and_gpus(one[0] * cp, per_node)
         if mesh is not None:
-            groups.setdefault((*mesh, one[2]), []).append(one)
-    for (nodes, gpus, sequence_parallel), members in groups.items():
+            nodes, gpus = (linked // per_node, per_node) if linked % (one[0] * cp) == 0 else mesh
+            apart = nodes if linked != per_node else min(nodes, 2)
+            groups.setdefault((apart, gpus, one[2]), []).append((nodes, one))
+    for (_, gpus, sequence_parallel), members in groups.items():
         question.tick()
-        yield members, _grid(question, members, (nodes, gpus), sequence_parallel)
+        every, nodes = [one for _, one in members], max(nodes for nodes, _ in members)
+        yield every, _grid(question, every, (nodes, gpus), sequence_parallel)
 
 
 def _grid(

@@ -37,6 +37,8 @@ Bound = EqualBound | MixedBound
 Pair = tuple[Bound, Item]
 Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
 """Items that may fit, with their bounds."""
+Floored = Callable[[Sequence[Item]], Sequence[float]]
+"""Seconds that no plan of each beats."""
 Hand = Callable[[Sequence[tuple[float, Item]]], None]
 """What does not fit in a way, and seconds that no plan of it beats."""
 
@@ -62,17 +64,28 @@ class Queue:
         least_s: Sequence[float],
         bounded: Bounded,
         hand: Hand | None = None,
+        raised: Floored | None = None,
     ) -> None:
-        self._bounded, self._hand = bounded, hand
+        self._bounded, self._hand, self._raised = bounded, hand, raised
+        """`raised`: what is asked for better floors before anything is looked at."""
         self._floors = dict(zip(items, least_s, strict=True))
         self._place = {item: index for index, item in enumerate(items)}
-        self._open = sorted(items, key=lambda item: -self._floors[item])
+        self._open = list(items)
         """Not looked at yet, the least floor last."""
+        self._sort()
         self._ready: list[tuple[float, int, Pair]] = []
         self.given = 0
         if hand is None:
             # Else what does not fit is handed on, which a search is not ready for before it has all queues.
             self._look(0.0)
+
+    def _sort(self) -> None:
+        self._open.sort(key=lambda item: -self._floors[item])
+
+    def _raise(self, raised: Floored) -> None:
+        for item, least_s in zip(self._open, raised(self._open), strict=True):
+            self._floors[item] = max(self._floors[item], least_s)
+        self._sort()
 
     def __len__(self) -> int:
         """Items that are not known not to fit."""
@@ -107,6 +120,10 @@ class Queue:
             known = position < len(self._ready) and self._ready[position][0] < floor_s
             if known or floor_s >= limit_s:
                 break
+            if self._raised is not None:
+                self._raise(self._raised)
+                self._raised = None
+                continue
             ahead_s = self._ready[position][0] if position < len(self._ready) else math.inf
             next_s = max(floor_s * self.near, min(limit_s, ahead_s))
             self._look(max(floor_s, min(floor_s * self.at_once, most_s, next_s)))
@@ -161,7 +178,7 @@ class HandedQueue(Queue):
                 self._open.append(item)
             self._floors[item] = min(floor_s, self._floors.get(item, floor_s))
             self.head_s = min(self.head_s, floor_s)
-        self._open.sort(key=lambda item: -self._floors[item])
+        self._sort()
 
 
 class SpreadQueue(Queue):
@@ -379,8 +396,8 @@ def ordered_spread(
 def _keeps_some(family: Family, keeps: Callable[[EqualPipeline], bool]) -> bool:
     """Whether any spread of a family is searched: those over most ranks, or the fewest, tell."""
     shape, spreads = family
-    some = {(shape.ep, shape.etp), min(spreads), max(spreads)}
-    return any(keeps(replace(shape, ep=ep, etp=etp)) for ep, etp in some)
+    others = {min(spreads), max(spreads)} - {(shape.ep, shape.etp)}
+    return keeps(shape) or any(keeps(replace(shape, ep=ep, etp=etp)) for ep, etp in others)
 
 
 def of_possible(least: SearchProblem | None, bounded: Bounded) -> Bounded:
@@ -428,18 +445,17 @@ def ordered(
         fit = [item for item in items if isinstance(item, MixedFamily)]
         return list(zip(mixture_bounds(question, fit), fit, strict=True))
 
-    least_s = _least_s(question, pipelines, known, layers)
-    equal = Queue(pipelines, least_s, partial(_of_shapes, question), hand)
+    least_s, of_layers = floors(question, pipelines, known), partial(_of_layers, question, layers)
+    at_once = not all(least_s)
+    if at_once:
+        # Ways after this one know of these.
+        least_s = list(map(max, least_s, of_layers(pipelines)))
+    equal = Queue(pipelines, least_s, partial(_of_shapes, question), hand, None if at_once else of_layers)
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))
 
 
-def _least_s(
-    question: SearchProblem, shapes: Sequence[EqualPipeline], known: KnownBounds, layers: LayerFloors
-) -> list[float]:
-    """What is known of each, or what its layers take."""
-    least_s = floors(question, shapes, known)
-    unknown = [shape for shape, floor_s in zip(shapes, least_s, strict=True) if floor_s == 0.0]
-    own = dict(zip(unknown, layers.of(question, unknown), strict=True))
-    return [own.get(shape, floor_s) for shape, floor_s in zip(shapes, least_s, strict=True)]
+def _of_layers(question: SearchProblem, layers: LayerFloors, items: Sequence[Item]) -> list[float]:
+    """What the layers of shapes take."""
+    return layers.of(question, [item for item in items if isinstance(item, EqualPipeline)])

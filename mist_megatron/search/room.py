@@ -7,8 +7,9 @@ what the cheapest of them adds to the time of every stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +36,15 @@ def rooms(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> dict[Equa
     nothing fits. Only for spaces in which nothing is kept in host memory and stages are alike."""
     groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
     for shape in shapes:
-        key = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.vpp
-        groups.setdefault(key, []).append(shape)
+        groups.setdefault((shape.sequence_parallel, shape.vpp > 1), []).append(shape)
     added_s: dict[EqualPipeline, Array] = {}
     for members in groups.values():
         for begin in range(0, len(members), AT_ONCE):
             question.tick()
             some = members[begin : begin + AT_ONCE]
-            added_s.update(zip(some, _room(question, some), strict=True))
+            for recompute in question.space.recompute:
+                for shape, more_s in _added(question, some, recompute):
+                    added_s[shape] = np.minimum(added_s.get(shape, np.inf), more_s)
     return added_s
 
 
@@ -70,16 +72,6 @@ def _table(question: SearchProblem, shape: EqualPipeline) -> tuple[Ints, bool]:
     return np.array([[layers // shape.stages] * shape.stages]), False
 
 
-def _room(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> Array:
-    """By shape, of one pipeline, and split: what recomputation adds to t of every stage at least; infinite
-    where nothing fits."""
-    table, _ = _table(question, shapes[0])
-    added_s = np.full((len(shapes), len(table)), np.inf)
-    for recompute in question.space.recompute:
-        added_s = np.minimum(added_s, _added(question, shapes, table, recompute))
-    return added_s
-
-
 def _values(
     question: SearchProblem, bound: EqualBound, shape: EqualPipeline, more_s: Array
 ) -> tuple[float, float]:
@@ -93,59 +85,112 @@ def _values(
     return float((values_s + added).min()), float(np.where(fits, np.inf, values_s).min())
 
 
-def _added(
-    question: SearchProblem, shapes: Sequence[EqualPipeline], table: Ints, recompute: Recompute
-) -> Array:
-    """What a kind of recomputation adds to t of every stage at least, by shape and split."""
-    first, stages, vpp = shapes[0], shapes[0].stages, shapes[0].vpp
-    whole = RECOMPUTES[recompute].whole_layers
-    largest = -(-table.max(axis=1) // vpp)
-    counts = _per_chunk(question, int(largest.max())) if whole else np.zeros(1)
-    fits = np.ones((len(shapes), len(table), len(counts)), dtype=bool)
-    held = [stages_of(shape, question.space, question.evaluator.job.model.layers) for shape in shapes]
-    for position in sorted({0, min(1, stages - 1), stages - 1}):
-        sizes, row = np.unique(table[:, position], return_inverse=True)
-        here = np.array([of_stage[position].held for of_stage in held])
-        grid = _grid(shapes, role_of(position, stages), recompute)
-        grid = replace(
-            grid,
-            in_flight=here.reshape(-1, 1, 1),
-            layers=sizes.astype(np.float64).reshape(1, -1, 1),
-            ckpt=np.minimum(sizes.reshape(1, -1, 1), vpp * counts.reshape(1, 1, -1)),
-        )
-        fits &= _fitting(question, grid, (len(shapes), len(sizes), len(counts)))[:, row.reshape(-1), :]
-    again_s = _slope(question, shapes, recompute)
-    fewest = table.min(axis=1).reshape(-1, 1)
-    if not whole:
-        # Bounds of spaces without whole layers count it.
-        counted = least_recompute(question.space) == recompute
-        return np.asarray(np.where(fits, 0.0 if counted else again_s * fewest, np.inf).min(axis=-1))
-    kept = vpp * np.maximum(largest.reshape(-1, 1) - counts, 0.0)
-    repeated = np.maximum(fewest - kept, 0.0) if first.stages > 1 else np.minimum(fewest, counts)
-    return np.asarray(np.where(fits, again_s * repeated, np.inf).min(axis=-1))
+class _Splits(NamedTuple):
+    """Splits of the layers of pipelines of so many stages and chunks."""
 
-
-def _per_chunk(question: SearchProblem, largest: int) -> Array:
+    table: Ints
+    counts: Array
     """Layers that each chunk may recompute."""
-    return ckpt_counts(question.space, largest, 1)
+    positions: dict[StageRole, int]
+    """Of stages that tell of all."""
+
+    @staticmethod
+    def of(question: SearchProblem, shape: EqualPipeline, *, whole_layers: bool) -> _Splits:
+        table, _ = _table(question, shape)
+        largest = -(-int(table.max()) // shape.vpp)
+        counts = ckpt_counts(question.space, largest, 1) if whole_layers else np.zeros(1)
+        last = shape.stages - 1
+        return _Splits(table, counts, {role_of(at, shape.stages): at for at in (0, min(1, last), last)})
+
+    def sizes(self, role: StageRole) -> tuple[Ints, Ints]:
+        """Numbers of layers of stages of a role, and which of them each split has."""
+        sizes, places = np.unique(self.table[:, self.positions[role]], return_inverse=True)
+        return sizes, places.reshape(-1)
 
 
-def _fitting(question: SearchProblem, grid: StageGrid, size: tuple[int, int, int]) -> NDArray[np.bool_]:
-    evaluator = question.evaluator
-    return np.broadcast_to(evaluator.peak_bytes(grid) <= evaluator.limit_bytes, size)
+def _added(
+    question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute
+) -> Iterator[tuple[EqualPipeline, Array]]:
+    """By shape: what a kind of recomputation adds to t of every stage at least, by split of its layers."""
+    whole = RECOMPUTES[recompute].whole_layers
+    alike: dict[tuple[int, int], list[int]] = {}
+    for row, shape in enumerate(shapes):
+        alike.setdefault((shape.stages, shape.vpp), []).append(row)
+    splits = {key: _Splits.of(question, shapes[rows[0]], whole_layers=whole) for key, rows in alike.items()}
+    fitting = {role: _fitting(question, shapes, splits, role, recompute) for role in StageRole}
+    again_s = _slopes(question, shapes, recompute)
+    for key, rows in alike.items():
+        table, counts, positions = splits[key]
+        fits = np.ones((len(rows), len(table), len(counts)), dtype=bool)
+        for role in positions:
+            _, places = splits[key].sizes(role)
+            fits &= fitting[role][np.array(rows)[:, None], places, : len(counts)]
+        fewest = table.min(axis=1).reshape(-1, 1)
+        repeated = fewest
+        if whole:
+            stages, vpp = key
+            kept = vpp * np.maximum(-(-table.max(axis=1).reshape(-1, 1) // vpp) - counts, 0.0)
+            repeated = np.maximum(fewest - kept, 0.0) if stages > 1 else np.minimum(fewest, counts)
+        elif least_recompute(question.space) == recompute:
+            # Bounds of spaces without whole layers count it.
+            repeated = 0 * fewest
+        added_s = np.where(fits, again_s[rows].reshape(-1, 1, 1) * repeated, np.inf).min(axis=-1)
+        yield from ((shapes[row], each_s) for row, each_s in zip(rows, added_s, strict=True))
 
 
-def _slope(question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute) -> Array:
-    """What running a layer again, or parts of it, adds to t at least: compute, and collectives but for those
-    that may run beside it."""
-    evaluator = question.evaluator
-    load = evaluator.loads(_grid(shapes, StageRole.MIDDLE, recompute)).block
-    again = load.again if RECOMPUTES[recompute].whole_layers else load.dropped
-    execution, added_s = evaluator.job.execution, again.compute_s
-    if not (execution.expert_overlap or execution.shared_expert_overlap):
-        added_s = added_s + (again.exchange_s if execution.tp_comm_overlap else again.collective_s)
-    added_s = np.maximum(added_s, 0.0)
-    return np.asarray(np.broadcast_to(added_s, (len(shapes), 1, 1)), dtype=np.float64)
+def _fitting(
+    question: SearchProblem,
+    shapes: Sequence[EqualPipeline],
+    splits: Mapping[tuple[int, int], _Splits],
+    role: StageRole,
+    recompute: Recompute,
+) -> NDArray[np.bool_]:
+    """By shape, number of layers and number of recomputed layers: whether stages of a role fit. What a stage
+    holds depends on nothing else of its pipeline."""
+    evaluator, layers = question.evaluator, question.evaluator.job.model.layers
+    own = [splits[shape.stages, shape.vpp] for shape in shapes]
+    rows = [row for row, each in enumerate(own) if role in each.positions]
+    counts = _padded([each.counts for each in own])
+    sizes = _padded([own[row].sizes(role)[0] for row in rows]) if rows else np.zeros((0, 1))
+    fits = np.zeros((len(shapes), sizes.shape[1], counts.shape[1]), dtype=bool)
+    if not rows:
+        return fits
+    some = [shapes[row] for row in rows]
+    held = [stages_of(shapes[row], question.space, layers)[own[row].positions[role]].held for row in rows]
+    grid = _grid(some, role, recompute)
+    vpp = np.array([shape.vpp for shape in some]).reshape(-1, 1, 1)
+    grid = replace(
+        grid,
+        in_flight=np.array(held).reshape(-1, 1, 1),
+        layers=sizes[:, :, None],
+        ckpt=np.minimum(sizes[:, :, None], vpp * counts[rows][:, None, :]),
+    )
+    fits[rows] = evaluator.peak_bytes(grid) <= evaluator.limit_bytes
+    return fits
+
+
+def _padded(rows: Sequence[Array | Ints]) -> Array:
+    """As rows of one array: shorter ones have their last value again."""
+    most = max(map(len, rows))
+    return np.array([row[np.minimum(np.arange(most), len(row) - 1)] for row in rows], dtype=np.float64)
+
+
+def _slopes(question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute) -> Array:
+    """What running a layer again, or parts of it, adds to t at least, by shape: compute, and collectives but
+    for those that may run beside it."""
+    meshes: dict[tuple[int, int], list[int]] = {}
+    for row, shape in enumerate(shapes):
+        meshes.setdefault((shape.nodes, shape.gpus_per_node), []).append(row)
+    added_s, execution = np.zeros(len(shapes)), question.evaluator.job.execution
+    for rows in meshes.values():
+        grid = _grid([shapes[row] for row in rows], StageRole.MIDDLE, recompute)
+        load = question.evaluator.loads(grid).block
+        again = load.again if RECOMPUTES[recompute].whole_layers else load.dropped
+        more_s = again.compute_s
+        if not (execution.expert_overlap or execution.shared_expert_overlap):
+            more_s = more_s + (again.exchange_s if execution.tp_comm_overlap else again.collective_s)
+        added_s[rows] = np.broadcast_to(np.maximum(more_s, 0.0), (len(rows), 1, 1)).reshape(-1)
+    return added_s
 
 
 def _grid(shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute) -> StageGrid:

@@ -257,7 +257,7 @@ class _Run:
                 orders.append(
                     ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), told)
                 )
-                items += sum(map(way.keeps, (shape for shape, _ in spread)))
+                items += any(way.keeps(shape) for shape, _ in spread)
                 continue
             equal, mixed = made.equal(place), made.mixed(place)
             orders.append(ordered(question, equal, mixed, known, layers, self._hand_from(place)))

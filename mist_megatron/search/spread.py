@@ -253,18 +253,17 @@ def _parts(question: SearchProblem, grid: StageGrid, stages: int) -> _Parts:
     first = without_sends(grid.role)
     last = wide(without_sends(StageRole.LAST).fixed) if stages > 1 else np.zeros(count)
     slopes = [*first.slopes, *[NO_SLOPE] * (len(model.kinds) - len(first.slopes))]
-    levels = {0, 1, *question.space.zero}
-    steps = [Times.of(evaluator, replace(grid, zero=grid.zero + level)).step for level in levels]
+    levels = np.array(sorted({0, 1, *question.space.zero}), dtype=np.float64).reshape(-1, 1)
+    step = Times.of(evaluator, replace(grid, zero=levels)).step
     share = -(-model.layers // stages)
-    least_s = [
-        each.fixed + share * np.minimum.reduce([wide(slope.per_layer) for slope in each.slopes])
-        for each in steps
-    ]
+    least_s = step.fixed + share * np.minimum.reduce(
+        np.broadcast_arrays(*(slope.per_layer for slope in step.slopes))
+    )
     return _Parts(
         [wide(slope.per_layer) for slope in slopes],
         wide(first.fixed),
         last,
-        np.maximum(np.minimum.reduce([wide(each) for each in least_s]), 0.0),
+        np.maximum(np.broadcast_to(least_s, (len(levels), count)).min(axis=0), 0.0),
     )
 
 
