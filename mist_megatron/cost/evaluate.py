@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,8 @@ from mist_megatron.cost.grid import (
 from mist_megatron.cost.kinds import boundary_sides, model_values, own_name, require_priced, with_tables
 from mist_megatron.cost.layerwise import ended, mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
-from mist_megatron.cost.narrow import weight_beyond_bytes
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
-from mist_megatron.cost.program_cache import Store, load_or_build
+from mist_megatron.cost.program_cache import Store, stage_program
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.terms import (
@@ -40,7 +40,6 @@ from mist_megatron.cost.terms import (
     totals,
 )
 from mist_megatron.cost.work import StageWork, stage_work
-from mist_megatron.price.compiled_kernels import compiled_slowdown
 from mist_megatron.price.prices import Prices
 from mist_megatron.price.wrappers import DeterministicPrices, FourBitPrices
 from mist_megatron.spec.job import Job
@@ -72,60 +71,36 @@ def make_evaluator(
     """The evaluator of a job; `cache` keeps compiled programs, None compiles anew. `learned` is memory that a
     profile knows of the job's program."""
 
-    def build() -> StageProgram:
-        # Imported late: a cached program needs none of it.
-        from mist_megatron.cost.symbolic import stage_program_of
-
-        return stage_program_of(job)
-
     require_priced(job.model)
-    training = job.training
-    eight_bit = training.precision == "fp8"
-    # Sizes that are symbols in the program.
-    sizes = {
-        "expert_parallel": None,
-        "expert_tensor_parallel": None,
-        "expert_imbalance": None,
-        "context_inner": None,
-        "optimizer_instances": None,
-    }
-    # When weights are gathered changes neither what a layer does nor what a stage holds.
-    execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
-    described = repr(
-        (
-            *(job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target),
-            TARGETS[job.target].memory(job.execution),
-            compiled_slowdown(job.cluster.gpu.name),
-            weight_beyond_bytes(job),
-        )
-    )
     if job.execution.quantization == "nvfp4":
         prices = FourBitPrices(prices)
     priced = DeterministicPrices(prices) if job.execution.deterministic else prices
-    if cache is None:
-        return StageEvaluator(job, priced, build(), without=without, learned=learned)
-    if (cache, described) not in _READ:
-        while len(_READ) >= MOST_READ:
-            del _READ[next(iter(_READ))]
-        _READ[cache, described] = load_or_build(cache, described, build)
-    return StageEvaluator(job, priced, _READ[cache, described], without=without, learned=learned)
+    stage = partial(stage_program, job, cache)
+    return StageEvaluator(job, priced, stage, without=without, learned=learned)
 
 
-_READ: dict[tuple[Store, str], StageProgram] = {}
-"""Programs that this process has from a cache: a search asks for the same in each way of execution."""
-MOST_READ = 256
 MOST_BOUND = 256
 """Programs that are kept: each takes about as much memory as its source."""
 
 
+@dataclass(frozen=True)
+class _Memo:
+    """What was priced already."""
+
+    pairs: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = field(default_factory=dict)
+    """Passes of layers."""
+    least_memory: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+
 class StageEvaluator:
-    """Callable on a StageGrid. Holds no state but a memo of layer passes already priced."""
+    """Callable on a StageGrid. Holds no state but a memo of layer passes already priced, and its program once
+    that is asked for: of many ways of execution a search prices few."""
 
     def __init__(
         self,
         job: Job,
         prices: Prices,
-        stage: StageProgram,
+        stage: StageProgram | Callable[[], StageProgram],
         *,
         without: frozenset[Term] = frozenset(),
         learned: LearnedMemory | None = None,
@@ -133,7 +108,7 @@ class StageEvaluator:
         self.job = job
         self.kinds = tuple(kind.name for kind in job.model.kinds)
         self.prices = prices
-        self.stage = stage
+        self._stage = stage
         self.learned = learned
         self.groups: tuple[StageEvaluator, ...] = ()
         """Of a mixed cluster, an evaluator by group; this one is of the first."""
@@ -142,18 +117,36 @@ class StageEvaluator:
         self._memory_facts = TARGETS[job.target].memory(job.execution)
         self._context = time_context_of(job, prices, self._memory_facts, without)
         self._fixed = model_values(job)
-        self._memo: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = {}
-        self.least_memory: dict[tuple[object, ...], Any] = {}
-        """What a search keeps of the least that stages hold, by what it is of."""
+        self._beside: StageEvaluator | None = None
         self._bound: dict[tuple[object, ...], Program] = {}
         """Programs of memory in which what a search asks again and again is fixed."""
+
+    @cached_property
+    def stage(self) -> StageProgram:
+        """What a stage does and holds."""
+        return self._stage if isinstance(self._stage, StageProgram) else self._stage()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, which has neither the cache nor others to share with."""
+        return {**self.__dict__, "_stage": self.stage, "_memo": self._memo, "_beside": None}
 
     def share(self, other: StageEvaluator) -> None:
         """Takes what another one has priced of layers, and gives it what it prices, where layers do the same:
         of a job that differs in what runs beside what."""
-        one, two = self.stage, other.stage
-        if (one.program, one.items, one.uses) == (two.program, two.items, two.uses):
-            self._memo, self.least_memory = other._memo, other.least_memory
+        self._beside = other
+
+    @cached_property
+    def _memo(self) -> _Memo:
+        if self._beside in (None, self):
+            return _Memo()
+        one, two = self.stage, self._beside.stage
+        same = (one.program, one.items, one.uses) == (two.program, two.items, two.uses)
+        return self._beside._memo if same else _Memo()
+
+    @property
+    def least_memory(self) -> dict[tuple[object, ...], Any]:
+        """What a search keeps of the least that stages hold, by what it is of."""
+        return self._memo.least_memory
 
     @property
     def time_context(self) -> TimeContext:
@@ -460,14 +453,14 @@ class StageEvaluator:
         packed = LayerSizes.of(grid).packed()
         distinct, positions = np.unique(packed.reshape(-1), return_inverse=True)
         key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute, grid.placed)
-        rows, priced = self._memo.get(key, ({}, None))
+        rows, priced = self._memo.pairs.get(key, ({}, None))
         pairs: list[complex] = distinct.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
         if new.size or priced is None:
             more = self._pairs(LayerSizes.unpacked(new), grid)
             priced = more if priced is None else priced.joined(more)
             rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
-            self._memo[key] = rows, priced
+            self._memo.pairs[key] = rows, priced
         places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
         return PricedPairs(priced, places[positions.reshape(-1)], packed.shape)
 

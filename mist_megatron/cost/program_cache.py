@@ -9,13 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+from mist_megatron.cost.narrow import weight_beyond_bytes
 from mist_megatron.cost.stage import StageProgram, stage_program_from_document
+from mist_megatron.price.compiled_kernels import compiled_slowdown
+from mist_megatron.spec.job import Job
+from mist_megatron.targets.table import TARGETS
 
-_FORMAT = 3
+_FORMAT = 4
 _LARGEST_BYTES = 8 * 1024 * 1024
 """A real program is some 60 kB; a file far beyond that is not ours."""
 SOURCES = ("cost", "spec", "targets")
@@ -32,6 +37,49 @@ class Store(Protocol):
     def write(self, name: str, data: bytes) -> None:
         """Keeps it, if that is possible."""
         ...
+
+
+def stage_program(job: Job, store: Store | None) -> StageProgram:
+    """The program of a job's stages, from the store or compiled anew."""
+
+    def build() -> StageProgram:
+        # Imported late: a cached program needs none of it.
+        from mist_megatron.cost.symbolic import stage_program_of
+
+        return stage_program_of(job)
+
+    if store is None:
+        return build()
+    training = job.training
+    # Sizes that are symbols in the program.
+    sizes = {
+        "expert_parallel": None,
+        "expert_tensor_parallel": None,
+        "expert_imbalance": None,
+        "context_inner": None,
+        "optimizer_instances": None,
+    }
+    # When weights are gathered changes neither what a layer does nor what a stage holds.
+    execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
+    eight_bit = training.precision == "fp8"
+    described = repr(
+        (
+            *(job.model, training.flash_attention, training.dropout, eight_bit, execution, job.target),
+            TARGETS[job.target].memory(job.execution),
+            compiled_slowdown(job.cluster.gpu.name),
+            weight_beyond_bytes(job),
+        )
+    )
+    if (store, described) not in _READ:
+        while len(_READ) >= MOST_READ:
+            del _READ[next(iter(_READ))]
+        _READ[store, described] = load_or_build(store, described, build)
+    return _READ[store, described]
+
+
+_READ: dict[tuple[Store, str], StageProgram] = {}
+"""Programs that this process has from a cache: a search asks for the same in each way of execution."""
+MOST_READ = 256
 
 
 def program_key(description: str) -> str:
@@ -57,29 +105,25 @@ def load_or_build(store: Store | None, description: str, build: Callable[[], Sta
     if store is None:
         return build()
     key = program_key(description)
-    name = f"stage-{key[:32]}.json"
+    name = f"stage-{key[:32]}.jsonl"
     program = _sound(store.read(name, _LARGEST_BYTES), key)
     if program is None:
         program = build()
-        body = program.to_document()
-        text = json.dumps({"key": key, "checksum": _checksum(key, body), "stage": body})
-        store.write(name, text.encode())
+        body = json.dumps(program.to_document()).encode()
+        store.write(name, _checked(key, body) + body)
     return program
 
 
 def _sound(data: bytes | None, key: str) -> StageProgram | None:
-    if data is None:
+    head, _, body = (data or b"").partition(b"\n")
+    if head + b"\n" != _checked(key, body):
         return None
     try:
-        document = json.loads(data)
-        body = document["stage"]
-        if document["key"] != key or document["checksum"] != _checksum(key, body):
-            return None
-    except (ValueError, TypeError, KeyError, RecursionError):
+        return stage_program_from_document(json.loads(body))
+    except (ValueError, RecursionError):
         return None
-    return stage_program_from_document(body)
 
 
-def _checksum(key: str, body: object) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(f"{key}{text}".encode()).hexdigest()
+def _checked(key: str, body: bytes) -> bytes:
+    """The line before a program: what it is of, and a checksum of both."""
+    return f"{json.dumps([key, hashlib.sha256(key.encode() + body).hexdigest()])}\n".encode()
