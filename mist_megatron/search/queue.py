@@ -37,7 +37,7 @@ Bound = EqualBound | MixedBound
 Pair = tuple[Bound, Item]
 Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
 """Items that may fit, with their bounds."""
-Floored = Callable[[Sequence[Item]], Sequence[float]]
+Raised = Callable[[Sequence[Item]], Sequence[float]]
 """Seconds that no plan of each beats."""
 Hand = Callable[[Sequence[tuple[float, Item]]], None]
 """What does not fit in a way, and seconds that no plan of it beats."""
@@ -64,7 +64,7 @@ class Queue:
         least_s: Sequence[float],
         bounded: Bounded,
         hand: Hand | None = None,
-        raised: Floored | None = None,
+        raised: Raised | None = None,
     ) -> None:
         self._bounded, self._hand, self._raised = bounded, hand, raised
         """`raised`: what is asked for better floors before anything is looked at."""
@@ -82,7 +82,7 @@ class Queue:
     def _sort(self) -> None:
         self._open.sort(key=lambda item: -self._floors[item])
 
-    def _raise(self, raised: Floored) -> None:
+    def _raise(self, raised: Raised) -> None:
         for item, least_s in zip(self._open, raised(self._open), strict=True):
             self._floors[item] = max(self._floors[item], least_s)
         self._sort()
