@@ -329,16 +329,14 @@ def least_times(
     role: StageRole,
     counts: Sequence[Sequence[int]] | None = None,
 ) -> list[LeastTimes]:
-    """Of a role's stages on all these meshes, which are alike in nodes and sequence parallelism and all have
-    one chunk, or all several; by mesh, so many layers each, None is every number."""
+    """Of stages of a role on meshes alike in nodes, sequence parallelism and whether there are several
+    chunks; by mesh, so many layers each, None is every number."""
     evaluator, first = question.evaluator, meshes[0]
-    levels = sorted({level for mesh in meshes for level in mesh.zero})
-    zero = np.zeros((1, 1, 1, 1))
+    levels, zero = sorted({level for mesh in meshes for level in mesh.zero}), np.zeros((1, 1, 1, 1))
     shares = fractions(question.space.offload.optimizer, question.step)
-    layers = np.array(counts or [range(1, evaluator.job.model.layers + 1)], dtype=np.float64)
+    counts = counts or [range(1, evaluator.job.model.layers + 1)] * len(meshes)
+    layers = np.repeat(np.array(counts, dtype=np.float64), [len(mesh.instances) for mesh in meshes], axis=0)
     own, (meshes, instances, starts) = meshes, _with_instances(meshes)
-    if counts is not None:
-        layers = np.repeat(layers, [len(mesh.instances) for mesh in own], axis=0)
     grid = StageGrid(
         role=role,
         nodes=max(mesh.nodes for mesh in meshes),
