@@ -187,7 +187,8 @@ def test_compiled_program_comes_from_the_cache_without_the_algebra(tmp_path: Pat
         "from mist_megatron.spec.training import TrainingSpec\n"
         "job = Job(model=presets.preset('gpt3-7b'), training=TrainingSpec(global_batch=8, seq_len=512),\n"
         "          cluster=cluster_of(catalogue.gpu('a100-sxm-80gb'), 8))\n"
-        "make_evaluator(job, datasheet_prices(job.cluster, 'bf16'), cache=CacheFolder(Path(sys.argv[1])))\n"
+        "prices, cache = datasheet_prices(job.cluster, 'bf16'), CacheFolder(Path(sys.argv[1]))\n"
+        "assert make_evaluator(job, prices, cache=cache).stage.program\n"
         "print('mist_megatron.cost.symbolic' in sys.modules)\n"
     )
     runs = [
