@@ -1,6 +1,7 @@
 """Published configurations of experts beside the plans that `tune` finds for the same jobs.
 
     python benchmarks/experts.py MEASURED [--workers 2] [--results benchmarks/results/experts.json] [--page F]
+        [--dense]
 
 MEASURED is the folder of measured rows (`end_to_end/*.csv`, and `other/published_perf.csv` through
 calibration/published_rows.py). Of every job - model, GPUs, sequence, batch, precision - the fastest published
@@ -234,8 +235,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path)
     parser.add_argument("--list", action="store_true", help="Name the jobs and end.")
+    parser.add_argument("--dense", action="store_true", help="Leave mixtures of experts out.")
     asked = parser.parse_args()
     listed = sorted(experts(asked.measured), key=lambda expert: expert.plan.model.routed is not None)
+    if asked.dense:
+        listed = [expert for expert in listed if expert.plan.model.routed is None]
     if asked.list:
         for expert in listed:
             print(
