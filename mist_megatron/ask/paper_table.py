@@ -91,10 +91,13 @@ def paper_table(
     defaults: dict[str, str] = {}
     for limit in limits:
         for name in names:
-            model = load_model(name)
-            said: JobWords = {**words, "model": model, "memory_limit": limit or None}
-            said["seq"] = words.get("seq") if model.tokens is None else model.tokens
-            asked = read_job({**said, "global_batch": 1})
+            try:
+                model = load_model(name)
+                said: JobWords = {**words, "model": model, "memory_limit": limit or None}
+                said["seq"] = words.get("seq") if model.tokens is None else model.tokens
+                asked = read_job({**said, "global_batch": 1})
+            except InputError as error:
+                raise _as_typed(error, models=bool(models), budgets=bool(budgets)) from None
             defaults |= asked.defaults
             of_budget = _by_batch(asked.job, watch or Watch())
             for space, _, _ in LAYERWISE:
@@ -102,6 +105,13 @@ def paper_table(
     if all(cell is None for cell in cells.values()):
         raise NoFeasiblePlan("no space has a plan that fits for any of these models and budgets")
     return PaperTable(cells=cells, defaults=defaults)
+
+
+def _as_typed(error: InputError, *, models: bool, budgets: bool) -> InputError:
+    """The same by the names of the lists that were given in place of one model and one limit."""
+    message = error.message.replace("--model:", "--models:") if models else error.message
+    message = message.replace("--memory-limit", "--budgets") if budgets else message
+    return InputError(message, details=error.details)
 
 
 def _listed(said: str | Sequence[str]) -> list[str]:

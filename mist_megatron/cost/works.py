@@ -7,9 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from mist_megatron.cost.algebra import Expr, number
+from mist_megatron.cost.narrow import narrow_width
 from mist_megatron.cost.operators import Operator, Work, WorkKind
 from mist_megatron.cost.shapes import EIGHTH, HALF, TOKENS
 from mist_megatron.cost.symbols import CP, INNER_CP
+from mist_megatron.spec.kinds import Quantization
 from mist_megatron.spec.mesh import Group
 
 ONE = number(1)
@@ -72,7 +74,7 @@ where NVIDIA fused the casts of what DeepSeek-V3's norms give into these, a laye
 
 
 def in_low_precision(
-    operators: Sequence[Operator], quantization: str | None, shared_apart: bool
+    operators: Sequence[Operator], quantization: Quantization | None, shared_apart: bool
 ) -> tuple[Operator, ...]:
     """With what casts take by this recipe, and what is gathered in 8 or 4 bits; None is of 16."""
     if quantization is None:
@@ -95,29 +97,21 @@ def _with_casts(operators: Sequence[Operator], quantization: str) -> tuple[Opera
     return tuple(replace(one, forward=cast(one.forward), backward=cast(one.backward)) for one in operators)
 
 
-GATHERED_SHARES = MappingProxyType(
-    {
-        "delayed": (number(1, 2), number(1, 2)),
-        "tensorwise": (number(1, 2), number(1, 2)),
-        "blockwise": (number(33, 64), number(33, 32)),
-        "mxfp8": (number(33, 64), number(33, 32)),
-        "nvfp4": (number(9, 32), number(9, 16)),
-    }
-)
-"""Of 16 bits, what tensor-parallel ranks gather for products of low precision: rows, which one product reads,
-forward by rows and for the weight's gradient by columns; and gradients, which two read, by rows alone where
-the other way is made of that (one scale for a tensor), else both ways. Scales of blocks are a byte for 32
-elements or 16, four for 128 (Transformer Engine 2.20, gather_along_first_dim of distributed.py)."""
+_ONE_SCALE = ("delayed", "tensorwise")
+"""Recipes with one scale for a tensor, whose other way is made of the first."""
 _OF_ROWS = ("gather1_", "gather2_", "shared_gather")
 _OF_GRADIENTS = ("reduce1_gather", "reduce2_gather", "shared_back")
 
 
 def _with_narrow_gathers(
-    operators: Sequence[Operator], quantization: str, shared_apart: bool
+    operators: Sequence[Operator], quantization: Quantization, shared_apart: bool
 ) -> tuple[Operator, ...]:
-    """What products in 8 or 4 bits read is gathered in these; sums are scattered in 16. Shared experts on a
-    stream of their own (`shared_apart`) gather for themselves, in 16 (megatron-core's shared_experts.py)."""
-    rows, gradients = GATHERED_SHARES[quantization]
+    """What products in 8 or 4 bits read is gathered in these; sums are scattered in 16. One product reads
+    rows, forward by rows and for the weight's gradient by columns; two read gradients, both ways (Transformer
+    Engine 2.20, gather_along_first_dim of distributed.py). Shared experts on a stream of their own
+    (`shared_apart`) gather for themselves, in 16 (megatron-core's shared_experts.py)."""
+    rows = number(narrow_width(quantization), 2)
+    gradients = rows if quantization in _ONE_SCALE else 2 * rows
 
     def narrow(work: Work) -> Work:
         wide = shared_apart and work.name.startswith("shared_")

@@ -46,3 +46,12 @@ def test_it_is_told_as_the_paper_tells_it(made: PaperTable) -> None:
 def test_what_it_chooses_itself_is_not_given() -> None:
     with pytest.raises(InputError, match="wanted no --global-batch"):
         paper_table(models="bert-huge-32", global_batch=8, **JOB)
+
+
+@pytest.mark.parametrize(
+    ("lists", "named"),
+    [({"models": "nope"}, "--models: "), ({"models": "bert-huge-32", "budgets": "0"}, "--budgets: ")],
+)
+def test_what_is_wrong_in_a_list_is_told_by_its_name(lists: dict[str, str], named: str) -> None:
+    with pytest.raises(InputError, match=f"^{named}"):
+        paper_table(**lists, **JOB)
