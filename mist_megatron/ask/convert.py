@@ -42,7 +42,7 @@ from mist_megatron.search.search import Watch
 from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
-from mist_megatron.targets.rules import not_modelled, require_job, violations
+from mist_megatron.targets.rules import require_job, unpriced_rules, violations
 from mist_megatron.targets.table import TARGETS, targets_of
 
 
@@ -252,7 +252,7 @@ def _converted(raw: Config, reading: Reading, question: Question, tools: _Tools)
         require_patchable(reading, question)
     require_priced(reading)
     before = conversion.as_written(reading, replace(question, target="deepspeed"))
-    for rule in not_modelled(before):
+    for rule in unpriced_rules(before):
         raise InputError(
             f"the file as it is: {rule}", details=("try: `tune --target deepspeed` for a plan in its place",)
         )
@@ -314,7 +314,11 @@ def _gains(
         "batch split": replace(
             after, grad_accum=before.grad_accum, stages=(replace(new, micro_batch=old.micro_batch),)
         ),
-        "ZeRO stage and offload": replace(after, stages=(replace(new, zero=old.zero, offload=old.offload),)),
+        "ZeRO stage and offload": replace(
+            after,
+            stages=(replace(new, zero=old.zero, offload=old.offload),),
+            execution=replace(after.execution, hpz_size=before.execution.hpz_size),
+        ),
     }
     gains: dict[str, float | None] = {}
     for group, plan in reverted.items():

@@ -13,6 +13,7 @@ from typing import Protocol
 from mist_megatron.search.execution import contexts
 from mist_megatron.search.graphs import searches_graphs
 from mist_megatron.search.offloads import is_open
+from mist_megatron.search.pipelines import copies_weights
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import WIDTHS, Limits, Space
 from mist_megatron.spec.job import Job
@@ -52,6 +53,7 @@ SEARCHED = (
     "shared_expert_overlap",
     "cuda_graphs",
     "optimizer_instances",
+    "hpz_size",
     "offload_modules",
 )
 """Keys of `execution` that a search sets where target and job leave them open."""
@@ -178,6 +180,17 @@ def _outer(tuned: Proved) -> str:
     return "no optimizer states over sub-groups of Megatron-FSDP" if able and not asked else ""
 
 
+def _copies(tuned: Proved) -> str:
+    job = tuned.job
+    able = tuned.space.second_weights and copies_weights(job) and job.cluster.gpus > 1
+    if not able or (tuned.settings.limits.fixed.get("hpz", job.execution.hpz_size) is not None):
+        return ""
+    several = job.cluster.gpus > job.cluster.linked_gpus and not job.cluster.groups
+    return (
+        "second copies of weights in whole nodes or equal parts" if several else "no second copies of weights"
+    )
+
+
 def _narrow_weights(tuned: Proved) -> str:
     able = "fp8_param_gather" in TARGETS[tuned.job.target].capability.switches
     eight_bit = tuned.job.training.precision == "fp8" and tuned.job.execution.quantization != "nvfp4"
@@ -211,6 +224,12 @@ LEFT_OUT = (
         told="optimizer states over all sub-groups of Megatron-FSDP (`--outer-dp-sharding-strategy optim`), "
         "unless `--fix outer_sharding=1` asks for it",
         words=_outer,
+    ),
+    LeftOut(
+        told="second copies of the weights of ZeRO 3 (hpZ, `zero_hpz_partition_size`) where fast links join "
+        "all GPUs, and on nodes of several kinds, unless `--fix hpz=N` asks for them; and in any case beside "
+        "weights in host memory and patches",
+        words=_copies,
     ),
     LeftOut(
         told="most sets of modules whose activations leave (`--offload-modules`); of mixtures what leaves "

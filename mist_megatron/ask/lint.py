@@ -69,7 +69,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.facts import FrameworkName
-from mist_megatron.targets.rules import job_rules, not_modelled, violations
+from mist_megatron.targets.rules import job_rules, unpriced_rules, violations
 from mist_megatron.targets.table import TARGETS
 
 
@@ -259,7 +259,7 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
 
 def _beyond(plan: Plan) -> tuple[Finding, ...]:
     """What its target is not modelled with, so that no price of it would be honest."""
-    rules = (*job_rules(plan.model, plan.training.precision, plan.target), *not_modelled(plan))
+    rules = (*job_rules(plan.model, plan.training.precision, plan.target), *unpriced_rules(plan))
     return tuple(
         Finding(level="unpriced", key="--model", message=f"target {plan.target}: {rule}") for rule in rules
     )

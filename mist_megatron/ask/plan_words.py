@@ -76,6 +76,8 @@ def shape_words(plan: Plan) -> str:
     words += ["tensor-parallel overlap"] * bool(plan.execution.tp_comm_overlap)
     words += ["weights in 8 bits alone"] * bool(plan.execution.fp8_param_gather)
     words += ["decoupled steps"] * bool(plan.execution.decoupled_step)
+    if (plan.execution.hpz_size or 1) > 1:
+        words += [f"second copies of weights over {plan.execution.hpz_size} GPUs each (hpZ)"]
     instances = plan.execution.instances
     if instances > 1:
         # Levels above 1 are Megatron-FSDP's.

@@ -140,10 +140,9 @@ def _block_terms(
     first = first + warmed_up(work, forward.runs_ended, kept.forward, load)
     last = backward.beyond((kept.last, kept.backward), (whole.last, whole.backward))
     add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
-    if gathers_on_arrival(grid, facts):
-        add_term(delta, Term.FIRST_GATHER, first + of_kind(place, kept.gather_before_s))
-    else:
-        add_term(delta, Term.FIRST_FORWARD_TRAFFIC, first)
+    stops = gathers_on_arrival(grid, facts)
+    first = first + of_kind(place, dropped_if_idle(kept.gather_before_s))
+    add_term(delta, Term.FIRST_GATHER if stops else Term.FIRST_FORWARD_TRAFFIC, first)
     if gathers_by_chunk(grid, facts):
         gathered = Round.of(work).gathered_s(work.blocks[place].kept, place)
         add_term(delta, Term.FIRST_FORWARD_TRAFFIC, gathered)
@@ -188,9 +187,9 @@ def _edge_terms(
         + run.forward.inside_s
         + run.backward.inside_s
     )
-    first_s = run.first.inside_s - run.forward.inside_s
+    first_s = run.first.inside_s - run.forward.inside_s + dropped_if_idle(run.gather_before_s)
     if gathers_on_arrival(grid, facts):
-        add_term(delta, Term.FIRST_GATHER, Linear(first_s + run.gather_before_s))
+        add_term(delta, Term.FIRST_GATHER, Linear(first_s))
         first_s = ZERO
     delta[names[1]] = Linear(first_s + run.last.inside_s - run.backward.inside_s)
     if reduces_by_chunk(grid, facts) and layer is work.embedding:

@@ -126,7 +126,7 @@ def _recorded_grid(plan: Plan, position: int) -> StageGrid:
     names = {"layers": "l", "ckpt": "c", "in_flight": "p", "micro_batch": MICRO_BATCH, "dp": "dp", "tp": "tp"}
     if any(kind.experts is not None for kind in plan.model.kinds):
         names |= {"ep": "ep", "etp": "etp"}
-    if plan.execution.instances > 1:
+    if np.any(grid.instances > 1.0):
         names |= {"instances": "inst"}
     values = {field: symbol(name, getattr(grid, field), position) for field, name in names.items()}
     offload = {kind: symbol(OFFLOAD_SYMBOLS[kind], value, position) for kind, value in grid.offload.items()}

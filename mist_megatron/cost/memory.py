@@ -320,12 +320,13 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         return size * (inner / _sharded(switch, among) * (1 - offloaded) + edges)
 
     frozen_bytes = HALF * (still + still_edges) / _sharded(Z3, ranks)
-    narrow_bytes = _narrow_weights(model, options, role, (ranks, copies))
+    second_bytes = _second_copy(inner + first + last + still + still_edges, facts)
+    more_bytes = frozen_bytes + second_bytes + _narrow_weights(model, options, role, (ranks, copies))
     needs_weights, needs_grads = _either(Z3, OFFLOAD.weights), _either(Z2, OFFLOAD.grads)
     weights, grads = _at_once(facts, _widest_layer(kinds), _widest(model, options, role), first + last)
     buffers = HALF * weights * needs_weights + _buckets(facts) + number(grad) * grads * needs_grads
     states = {
-        "weights": term(2, Z3, OFFLOAD.weights, ZERO) + frozen_bytes + narrow_bytes,
+        "weights": term(2, Z3, OFFLOAD.weights, ZERO) + more_bytes,
         "grads": term(grad, Z2, OFFLOAD.grads, ZERO),
         "optimizer": term(optimizer, Z1, OFFLOAD.optimizer, ONE, together),
         "buffers": buffers,
@@ -348,6 +349,14 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
         )
         states["buffers"] = states["buffers"] + HALF * kept_once
     return states
+
+
+def _second_copy(weights: Expr, facts: MemoryFacts) -> Expr:
+    """Of trained and frozen weights of ZeRO 3, in each sub-group of replicas, where there are several."""
+    if not facts.second_weights:
+        return ZERO
+    several = (INSTANCES - 1) / maximum(INSTANCES - 1, 1)
+    return HALF * weights * Z3 * several * INSTANCES / (DP * CP)
 
 
 def _narrow_weights(

@@ -166,7 +166,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         offload=stage.offload.map(_one),
         ep=_one(plan.execution.ep),
         etp=_one(plan.execution.etp),
-        instances=_one(plan.execution.instances),
+        instances=_one(stage.mesh(plan.execution).instances),
         stages=stages,
         vpp=plan.vpp,
         bridged=bridged(plan),

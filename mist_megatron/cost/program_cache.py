@@ -58,6 +58,7 @@ def stage_program(job: Job, store: Store | None) -> StageProgram:
         "expert_imbalance": None,
         "context_inner": None,
         "optimizer_instances": None,
+        "hpz_size": None,
     }
     # When weights are gathered changes neither what a layer does nor what a stage holds.
     execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -32,6 +32,9 @@ class Traffic:
     step_in_s: Array
     step_out_s: Array
     step_compute_s: Array
+    first_gather_s: Array = field(default_factory=lambda: ZERO)
+    """By how much the first gather of a step lasts longer, over all replicas, than those inside sub-groups
+    with a second copy."""
 
 
 def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Traffic:
@@ -39,10 +42,9 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     facts, prices = context.facts, context.prices
     count, zero, dp = load.parameters, grid.zero, replicas(grid, context)
     weights = context.weight_bytes * count
-    weight_shard = weights / np.where(zero >= 3, dp, 1.0)
     grad_shard = context.grad_bytes * count / np.where(zero >= 2, dp, 1.0)
     step_share = count / np.where(zero >= 1, replicas(grid, context, owners(context)), 1.0)
-    weights_out = grid.offload.weights * weight_shard
+    weights_out = grid.offload.weights * (weights / np.where(zero >= 3, dp, 1.0))
     grads_out = grid.offload.grads * grad_shard
     states_out = grid.offload.optimizer * context.optimizer_bytes * step_share
     swaps = facts.step.in_first_forward and not facts.step.adam_on_host
@@ -70,8 +72,8 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         gather = _weight_gather(_gathered(weights, load, grid, context), grid, context)
         reduce = _reduction(context.grad_bytes * count, grid, context)
     if facts.host_copies.in_collectives:
-        added = _added_gradients(grid, count, grads_out, context)
-        shards, visiting = np.where(zero >= 3, weights_out, 0.0), np.where(zero >= 3, 0.0, weights_out)
+        added, visits = _added_gradients(grid, count, grads_out, context), zero < 3
+        shards, visiting = np.where(visits, 0.0, weights_out), np.where(visits, weights_out, 0.0)
         return Traffic(
             gather_s=gather + host_copy(shards, "h2d", context),
             reduce_s=reduce + host_copy(added, "h2d", context) + host_copy(added, "d2h", context),
@@ -81,6 +83,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
             step_in_s=ZERO,
             step_out_s=host_copy(visiting, "d2h", context) if facts.step.in_first_forward else ZERO,
             step_compute_s=compute,
+            first_gather_s=_beyond_copies(weights, grid, context),
         )
     return Traffic(
         gather_s=gather,
@@ -101,6 +104,17 @@ def _gathered(weights: Array, load: LayerLoad, grid: StageGrid, context: TimeCon
     if not np.any(load.still):
         return weights
     return weights + np.where(grid.zero >= 3, context.weight_bytes * load.still, 0.0)
+
+
+def _beyond_copies(weights: Array, grid: StageGrid, context: TimeContext) -> Array:
+    """Of trained weights, whose second copy is let go of in every step (invalidate_secondary_tensor of
+    stage3.py) and made again when the first forward pass lets go of what it has gathered."""
+    if not (context.facts.instances.second_weights and np.any(grid.instances > 1.0)):
+        return ZERO
+    everywhere_s, inside_s = (
+        _weight_gather(weights, grid, context, group) for group in (Group.DATA, Group.SHARDS)
+    )
+    return np.asarray(everywhere_s - inside_s)
 
 
 def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
@@ -171,15 +185,17 @@ LARGEST_SHARE = 1.0 / 3.0
 """Of a layer's weights in its largest matrix: 4 of 12 hidden^2, or 11 of 33 with a gated MLP."""
 
 
-def _weight_gather(weights: Array, grid: StageGrid, context: TimeContext) -> Array:
+def _weight_gather(
+    weights: Array, grid: StageGrid, context: TimeContext, group: Group = Group.SHARDS
+) -> Array:
     """A layer's weights, at once or matrix by matrix where that is more than the least that is fetched."""
     least = context.facts.zero3.gather_elements
-    whole = collective("all_gather", weights, grid, context, Group.SHARDS)
+    whole = collective("all_gather", weights, grid, context, group)
     if least is None or not np.any(grid.zero >= 3):
         return whole
     piece = np.minimum(np.maximum(LARGEST_SHARE * weights, context.weight_bytes * least), weights)
     pieces = np.where(weights > 0.0, weights / np.maximum(piece, 1.0), 0.0)
-    by_piece = collective("all_gather", piece, grid, context, Group.SHARDS)
+    by_piece = collective("all_gather", piece, grid, context, group)
     return np.where(grid.zero >= 3, pieces * by_piece, whole)
 
 
@@ -235,7 +251,8 @@ def shares(count: Array, experts: Array, grid: StageGrid, context: TimeContext) 
 
 def owners(context: TimeContext, group: Group = Group.DATA) -> Group:
     """Of ranks with the same weights, those that share out one set of their optimizer states."""
-    return group if context.facts.instances.joint_states else SUB_GROUP[group]
+    facts = context.facts.instances
+    return group if facts.joint_states or facts.second_weights else SUB_GROUP[group]
 
 
 SUB_GROUP: Mapping[Group, Group] = MappingProxyType({whole: part for part, whole in WHOLE.items()})
@@ -246,6 +263,8 @@ def scattered(message: Array, grid: StageGrid, context: TimeContext, group: Grou
     """Gradients of a message, reduced among the ranks that share out optimizer states, then, where that is
     once a step, each rank's part over the sub-groups, one after the other (start_grad_sync of Megatron-core's
     param_and_grad_buffer.py)."""
+    if context.facts.instances.second_weights:
+        return collective("reduce_scatter", message, grid, context, group)
     part = SUB_GROUP[group]
     seconds = collective("reduce_scatter", message, grid, context, part)
     if np.any(grid.instances > 1.0):
@@ -260,6 +279,8 @@ def joined_s(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Ar
     micro-batch: weights that are gathered before the first, gradients that are reduced behind the last
     (_bucket_group_gradient_reduce and all_gather_params of Megatron-FSDP's param_and_grad_buffer.py)."""
     if not (np.any(grid.instances > 1.0) and np.any(grid.zero >= 2.0)):
+        return ZERO, ZERO
+    if context.facts.instances.second_weights:
         return ZERO, ZERO
     joint = context.facts.instances.joint_states
     kind: CollectiveKind = "reduce_scatter" if joint else "all_reduce"

@@ -280,7 +280,8 @@ class _DataParallel:
     """Gradients of ZeRO 2 and 3, in every backward pass."""
     blocking_reduce_s: Array
     first_gather_s: Array
-    """Updated weights of ZeRO 1 and 2, in the first forward pass; of ZeRO 3 a rank's part of them."""
+    """Updated weights of ZeRO 1 and 2, in the first forward pass; of ZeRO 3 a rank's part of them, or what
+    gathering over all replicas takes longer than inside sub-groups."""
     first_blocking_gather_s: Array
     last_reduce_s: Array
     """Gradients of ZeRO 0 and 1, in the last backward pass; of ZeRO 2 and 3 a rank's part of them."""
@@ -301,14 +302,16 @@ def _data_parallel(
     in_one = gathers_on_arrival(grid, facts) and not grid.role.has_embedding
     gather_before = gather1 * in_one
     gather_beside = gather3 * facts.zero3.gather_overlaps
+    first3 = np.where(zero >= 3, traffic.first_gather_s, 0.0)
+    first_beside = first3 * facts.zero3.gather_overlaps
     reduce_beside = reduce2 * facts.reduction.zero2_overlaps + reduce3 * facts.zero3.reduce_overlaps
     return _DataParallel(
         gather_s=gather_beside,
         blocking_gather_s=gather3 - gather_beside,
         reduce_s=reduce_beside,
         blocking_reduce_s=reduce2 + reduce3 - reduce_beside,
-        first_gather_s=gather1 - gather_before + joined[0],
-        first_blocking_gather_s=gather_before,
+        first_gather_s=gather1 - gather_before + joined[0] + first_beside,
+        first_blocking_gather_s=gather_before + first3 - first_beside,
         last_reduce_s=reduce1 + joined[1],
         outer_gather_s=joined[0],
     )

@@ -155,6 +155,9 @@ class Choices:
             wanted = (axes["optimizer"] > 0.0) & (axes["zero"] >= 2)
             states = states & ((axes["grads"] > 0.0) == wanted)
             states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
+        if max(self.shape.instances) > 1:
+            # Where sub-groups hold copies of the weights, or states that move with them.
+            states = states & ((axes["weights"] == 0.0) | (axes["instances"] == 1.0))
         if self.space.host_gradients is not None:
             weights = (axes["weights"] == 0.0) | (axes["zero"] >= self.space.weights_least_zero)
             states = states & weights & self._gradients(axes, self.space.host_gradients)

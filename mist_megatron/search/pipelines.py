@@ -15,6 +15,8 @@ from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, splits, splits_tokens
+from mist_megatron.targets.deepspeed import copy_sizes
+from mist_megatron.targets.table import TARGETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class EqualPipeline:
     etp: int = 1
     """... and that split each of them."""
     instances: tuple[int, ...] = (1,)
-    """Sub-groups of replicas that hold all optimizer states: numbers that all stages may choose from."""
+    """Sub-groups of replicas that hold all optimizer states, or a second copy of the weights: numbers that
+    all stages may choose from."""
     bridged: bool = False
     """Stands beside stages on other grids, on a target that bridges them."""
     order: tuple[int, ...] = ()
@@ -223,10 +226,11 @@ def _with_batches(
 
 
 def _in_sub_groups(job: Job, family: Family, space: Space, limits: Limits) -> Iterator[Family]:
-    """A family with the numbers of sub-groups in which optimizer states may be whole; of those that spread
-    experts where each sub-group has all of them."""
+    """A family with the numbers of sub-groups in which optimizer states, or a second copy of the weights, may
+    be whole; of those that spread experts where each sub-group has all of them."""
     shape, spreads = family
-    instances = optimizer_instances(job, space, limits, shape)
+    copied = space.second_weights or limits.fixed.get("hpz", job.execution.hpz_size) is not None
+    instances = (weight_copies if copied else optimizer_instances)(job, space, limits, shape)
     if instances and instances != (1,) and job.model.routed is not None:
         spreads = tuple(each for each in spreads if shape.gpus // math.prod(each) % instances[0] == 0)
     if instances and spreads:
@@ -258,6 +262,29 @@ def optimizer_instances(job: Job, space: Space, limits: Limits, shape: EqualPipe
     if joint:
         sizes = tuple(size for size in sizes if size > 1 and level == 3)
     return tuple(size for size in sizes if limits.allows("instances", size))
+
+
+def weight_copies(job: Job, space: Space, limits: Limits, shape: EqualPipeline) -> tuple[int, ...]:
+    """Sub-groups of replicas that may hold a second copy of the weights of ZeRO 3 (DeepSpeed's hpZ): as the
+    job or --fix says, or none and all whose ranks fill whole nodes or equal parts of one. Smaller ones hold
+    more, and gather less over the same links. Where fast links join all replicas, and on nodes of several
+    kinds, only what is asked for is searched."""
+    ranks, per_node = shape.dp * shape.cp, job.cluster.linked_gpus
+    asked = limits.fixed.get("hpz", job.execution.hpz_size)
+    if limits.fixed.get("instances", 1) != 1 or (asked not in (None, 1) and not copies_weights(job)):
+        return ()
+    known = copy_sizes(ranks, per_node) if shape.zero == (3,) else ()
+    if asked is not None:
+        known = tuple(size for size in known if size == asked)
+    elif job.cluster.groups or ranks <= per_node:
+        known = ()
+    sizes = ((1,) if asked in (None, 1) else ()) + known
+    return tuple(sorted(ranks // size if size > 1 else 1 for size in sizes if limits.allows("hpz", size)))
+
+
+def copies_weights(job: Job) -> bool:
+    """Whether its target may hold a second copy of weights that are shared out."""
+    return "hpz_size" in TARGETS[job.target].capability.switches
 
 
 @lru_cache(maxsize=4096)
@@ -370,7 +397,23 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
         below = batch - batch % share
         works = " or ".join(str(count) for count in (below, below + share) if count)
         return f"--global-batch {batch} is not a multiple of {product}; wanted {works}"
-    return None
+    able = TARGETS[job.target].capability.switches
+    if fixed.get("instances", 1) > 1 and "optimizer_instances" not in able:
+        return f"--fix instances={fixed['instances']}: target {job.target} has no sub-groups of replicas"
+    return _no_copies(job, space, fixed["hpz"]) if fixed.get("hpz", 1) > 1 else None
+
+
+def _no_copies(job: Job, space: Space, size: int) -> str:
+    """Why no plan has a second copy of the weights over so many ranks."""
+    if not copies_weights(job):
+        return f"--fix hpz={size}: target {job.target} has no second copy of weights; wanted deepspeed"
+    if 3 not in space.zero:
+        return f"--fix hpz={size}: acts at zero 3, got ZeRO {_listed(space.zero)}"
+    per_node = job.cluster.linked_gpus
+    return (
+        f"--fix hpz={size}: wanted a divisor of dp above 1 and below it, which divides {per_node} GPUs of a "
+        "node or is a multiple of them"
+    )
 
 
 def _every_tensor_size(job: Job, space: Space) -> tuple[int, ...]:

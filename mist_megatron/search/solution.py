@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.predict import predict
-from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
+from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline, copies_weights
 from mist_megatron.search.stage_fronts import StageConfigs, Tally
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import KINDS, Offload
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, Zero
@@ -106,7 +107,7 @@ def plan_of(evaluator: StageEvaluator, solution: Solution) -> Plan:
         schedule=usual_schedule(shape.vpp),
         vpp=shape.vpp,
         sequence_parallel=shape.sequence_parallel,
-        execution=_with_instances(solution, _spread(job.model, shape, solution.execution)),
+        execution=_with_instances(job, solution, _spread(job.model, shape, solution.execution)),
     )
 
 
@@ -122,9 +123,12 @@ def _spread(model: ModelSpec, shape: EqualPipeline | MixedPipeline, execution: E
     )
 
 
-def _with_instances(solution: Solution, execution: Execution) -> Execution:
+def _with_instances(job: Job, solution: Solution, execution: Execution) -> Execution:
     """With the sub-groups of replicas that its stages chose together."""
-    instances = int(solution.stages[0].get("instances", 1.0))
+    instances, mesh = int(solution.stages[0].get("instances", 1.0)), solution.shape.meshes[0]
+    if copies_weights(job):
+        size = mesh.dp * mesh.cp // instances if instances > 1 else None
+        return execution if size == execution.hpz_size else replace(execution, hpz_size=size)
     return (
         execution if instances == execution.instances else replace(execution, optimizer_instances=instances)
     )

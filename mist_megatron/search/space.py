@@ -78,6 +78,9 @@ class Space:
     """Whether tensor-parallel traffic may run beside products, where the job leaves it open."""
     optimizer_instances: bool = False
     """Whether optimizer states may be whole in sub-groups of replicas, where the job leaves it open."""
+    second_weights: bool = False
+    """Whether sub-groups of replicas may hold a second copy of the weights of ZeRO 3, where the job leaves it
+    open."""
     megatron_fsdp: bool = False
     """Whether Megatron-FSDP may shard gradients and weights, where the job leaves it open."""
     offload_modules: bool = False
@@ -125,6 +128,7 @@ class Space:
         names += ["cp"] * self.context_parallel + ["tp overlap"] * self.tp_comm_overlap
         names += ["Megatron-FSDP"] * self.megatron_fsdp + ["modules in host memory"] * self.offload_modules
         names += ["sub-groups of optimizer states"] * self.optimizer_instances
+        names += ["second copy of weights"] * self.second_weights
         names += [f"zero {min(self.zero)}-{max(self.zero)}"] * (len(self.zero) > 1)
         names += [f"offload.{kind}" for kind, allowed in self.offload.items() if allowed != "none"]
         names += ["GPUs, dp, tp and micro-batch per stage"] * self.unequal
@@ -279,6 +283,7 @@ _SPACES = (
         megatron_fsdp=True,
         offload_modules=True,
         optimizer_instances=True,
+        second_weights=True,
         decoupled_step=True,
         zero=(0, 1, 2, 3),
         offload=ANY_FRACTION,
@@ -347,6 +352,7 @@ def cut_to_target(
         expert_parallel=space.expert_parallel and "mixtures of experts" in able.model_parts,
         interleaved=space.interleaved and INTERLEAVED in able.schedules,
         optimizer_instances=space.optimizer_instances and "optimizer_instances" in able.switches,
+        second_weights=space.second_weights and "hpz_size" in able.switches,
         zero=zero,
         zero_with_pipeline=piped,
         offload=offload,
@@ -361,7 +367,7 @@ def cut_to_target(
 
 LIMIT_KEYS = (
     *("tp", "pp", "dp", "cp", "context_inner", "ep", "etp", "micro_batch", "grad_accum", "vpp", "zero"),
-    "instances",
+    *("instances", "hpz"),
 )
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures, and graphs of dense layers."""

@@ -48,11 +48,12 @@ class Group(StrEnum):
     EXPERT_DATA = "expert_data"
     """They hold the same experts."""
     SHARDS = "shards"
-    """Of those that hold the same weights, a sub-group that shares out optimizer states ..."""
+    """Of those that hold the same weights, a sub-group that shares out optimizer states, or a second copy of
+    the weights ..."""
     EXPERT_SHARDS = "expert_shards"
     """... and of those that hold the same experts."""
     INSTANCES = "instances"
-    """They hold the same part of the optimizer states, one of each such sub-group."""
+    """They hold the same part of that, one of each such sub-group."""
 
 
 AXES = ("tp", "cp", "dp")
@@ -67,7 +68,8 @@ SHARD_AXES = ("tp", "shards", "instances")
 EXPERT_SHARD_AXES = ("etp", "ep", "expert_shards", "instances")
 """And once more, as optimizer states are: Megatron cuts the ranks that hold the same weights into runs of
 neighbours (parallel_state.py, intra_partial_data_parallel_size), so that the sub-groups of experts and of the
-rest of a layer lie on the same ranks."""
+rest of a layer lie on the same ranks; and DeepSpeed those with a second copy of the weights (utils/groups.py,
+_create_zero_param_parallel_group)."""
 FOLDS = (AXES, EXPERT_AXES, LEVEL_AXES, SHARD_AXES, EXPERT_SHARD_AXES)
 ALONG: Mapping[Group, tuple[str, ...]] = MappingProxyType(
     {
@@ -111,7 +113,7 @@ class Mesh(Generic[N]):
     etp: N
     """... and that split each of them."""
     instances: N
-    """Sub-groups of replicas that hold all optimizer states."""
+    """Sub-groups of replicas that hold all optimizer states, or a second copy of the weights."""
     inner: N
     """Context-parallel ranks of one group that shares out heads; 1 where rings join single ranks."""
 

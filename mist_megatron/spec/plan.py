@@ -11,6 +11,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.spec import check
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.context_checks import check_context
+from mist_megatron.spec.execution_checks import check_copies, check_numbers
 from mist_megatron.spec.expert_checks import check_experts
 from mist_megatron.spec.expert_rules import ExpertCase, broken
 from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
@@ -109,7 +110,7 @@ class StagePlan:
             gpus_per_node=self.gpus_per_node,
             ep=execution.ep,
             etp=execution.etp,
-            instances=execution.instances,
+            instances=execution.sub_groups(self.dp * execution.context_parallel),
             inner=execution.inner,
         )
 
@@ -120,7 +121,6 @@ class StagePlan:
         return facts.again if facts.drops else f"{self.ckpt} of {self.layers} layers"
 
 
-OPTIMIZER_BYTES = 4, 12
 Zero3Name = Literal["deepspeed", "deepspeed-2021", "fsdp"]
 
 
@@ -186,6 +186,8 @@ class Execution:
     """Sub-groups of replicas that shard states each (--num-distributed-optimizer-instances); null for 1."""
     outer_sharding: bool | None = None
     """Optimizer states over all of these (Megatron-FSDP's --outer-dp-sharding-strategy optim)."""
+    hpz_size: int | None = None
+    """Ranks that share out a second copy of ZeRO 3's weights (zero_hpz_partition_size); null for none."""
 
     @property
     def ep(self) -> int:
@@ -206,6 +208,10 @@ class Execution:
     def instances(self) -> int:
         """Sub-groups of replicas that hold all optimizer states."""
         return 1 if self.optimizer_instances is None else self.optimizer_instances
+
+    def sub_groups(self, replicas: int) -> int:
+        """Of so many replicas: those with all optimizer states each, or with a second copy of the weights."""
+        return self.instances if self.hpz_size in (None, 1) else replicas // self.hpz_size
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -246,10 +252,7 @@ class Plan:
         check_context("plan", self.execution)
         if not self.stages:
             raise InputError("plan: stages is empty; wanted at least one stage")
-        if self.execution.grad_bytes not in (None, 2, 4):
-            raise InputError(f"plan: execution.grad_bytes is {self.execution.grad_bytes}; wanted 2 or 4")
-        check.at_least("plan: execution", 1, optimizer_instances=self.execution.instances)
-        _check_numbers(self.training, self.execution)
+        check_numbers("plan", self.training, self.execution)
         self.model.check_sequence("plan", self.training.seq_len)
         check_experts("plan", self.model, self.execution)
         for index, stage in enumerate(self.stages):
@@ -323,7 +326,8 @@ class Plan:
     @property
     def kinds_of_groups(self) -> tuple[Group, ...]:
         """Those whose ranks differ from one another's."""
-        return distinct_groups(self.execution.instances, self.execution.inner)
+        most = max(stage.mesh(self.execution).instances for stage in self.stages)
+        return distinct_groups(most, self.execution.inner)
 
     def groups(self, index: int, group: Group) -> tuple[Ranks, ...]:
         """Logical ranks of a stage that talk to each other."""
@@ -401,19 +405,6 @@ class Plan:
         assert self.group_of_stage
 
 
-def _check_numbers(training: TrainingSpec, execution: Execution) -> None:
-    """Widths of what is multiplied and of what the optimizer keeps."""
-    if execution.quantization is not None and training.precision != "fp8":
-        raise InputError(
-            f"plan: execution.quantization is {execution.quantization} and precision {training.precision}; "
-            "wanted precision: fp8 or quantization: null"
-        )
-    kept, (least, most) = execution.optimizer_bytes, OPTIMIZER_BYTES
-    if kept is not None and not least <= kept <= most:
-        words = "a remainder of the master weight and two moments of a byte"
-        raise InputError(f"plan: execution.optimizer_bytes is {kept}; wanted {least} ({words}) to {most}")
-
-
 def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
     check.at_least(
         where,
@@ -435,6 +426,7 @@ def _check_stage(where: str, stage: StagePlan, plan: Plan) -> None:
             "wanted ckpt 0 or recompute full"
         )
     check.fraction(f"{where}.offload", **dict(stage.offload.items()))
+    check_copies(where, plan.execution, stage.dp * plan.execution.context_parallel)
     mesh = stage.mesh(plan.execution)
     if mesh.gpus != stage.gpus:
         raise InputError(

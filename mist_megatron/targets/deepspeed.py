@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from mist_megatron.spec.kinds import ANY_FRACTION, STATES_WHOLE
-from mist_megatron.spec.plan import Execution, Zero3Name
+from mist_megatron.spec.plan import Execution, Plan, Zero3Name
 from mist_megatron.spec.schedule import ONE_F_ONE_B
 from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import (
@@ -17,6 +18,7 @@ from mist_megatron.targets.facts import (
     GradientCase,
     GradientRange,
     HostCopyFacts,
+    InstanceFacts,
     MemoryFacts,
     PipelineFacts,
     ReductionFacts,
@@ -57,6 +59,35 @@ def flat_passes(grad_bytes: int) -> ShardPasses:
     )
 
 
+@lru_cache(maxsize=4096)
+def copy_sizes(replicas: int, gpus_per_node: int) -> tuple[int, ...]:
+    """Numbers of neighbours that may share out a second copy of the weights: fewer than all, that fill whole
+    nodes or equal parts of one, so that all groups have the same links."""
+    return tuple(
+        size
+        for size in range(2, replicas)
+        if replicas % size == 0 and (size % gpus_per_node == 0 or gpus_per_node % size == 0)
+    )
+
+
+def copy_rules(plan: Plan) -> tuple[str, ...]:
+    """What a second copy of the weights (hpZ) excludes, or does nothing in."""
+    size, per_node = plan.execution.hpz_size, plan.cluster.linked_gpus
+    if size in (None, 1):
+        return ()
+    stage, key = plan.stages[0], f"execution.hpz_size {size} (zero_hpz_partition_size)"
+    alone = size >= stage.dp * plan.execution.context_parallel
+    broken = {
+        f"acts at zero 3, this is {stage.zero}": stage.zero < 3,
+        f"all {stage.dp} replicas, whose second copy would save nothing, wanted fewer": alone,
+        f"some groups of so many neighbours lie across nodes of {per_node} GPUs and others do not, wanted a "
+        "divisor or a multiple": bool(size % per_node and per_node % size),
+        "beside offload.weights DeepSpeed allocates and pins the copy on the host anew in every step, which "
+        "is not priced": stage.offload.weights > 0.0,
+    }
+    return tuple(f"{key}: {why}" for why, applies in broken.items() if applies)
+
+
 CAPABILITY = Capability(
     zero=(0, 1, 2, 3),
     zero_with_pipeline=(0, 1),
@@ -76,6 +107,8 @@ CAPABILITY = Capability(
     offload=STATES_WHOLE,
     offload_needs_zero=1,
     grads_follow_optimizer=True,
+    switches=("hpz_size",),
+    further=copy_rules,
 )
 
 
@@ -128,6 +161,9 @@ PATCHED_CAPABILITY = replace(
     partial_ckpt=True,
     offload=ANY_FRACTION,
     grads_follow_optimizer=False,
+    # None of the patches was tried beside a second copy of the weights.
+    switches=(),
+    further=None,
     # Layers of ZeRO 1 and 2 visit the GPU; of ZeRO 3 shards leave it.
     weights_least_zero=1,
     host_gradients=host_gradients,
@@ -147,6 +183,8 @@ MEMORY = MemoryFacts(
     # The host has an fp32 copy of its share of gradients (grads of single_partition_of_fp32_groups there, of
     # fp32_partitioned_groups_flat in stage3.py).
     step=StepBytes(scratch=4, host_gradient=4),
+    # ds_secondary_tensor of partition_parameters.py.
+    second_weights=True,
     framework_bytes=32 * MIB,
 )
 
@@ -246,6 +284,7 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
         # (non_reentrant_checkpoint) runs layers to their end.
         pipeline=PipelineFacts(sends_in_turn=True, recomputes_to_end=True),
         host_copies=HostCopyFacts(in_collectives=True, last_stays=True),
+        instances=InstanceFacts(second_weights=True),
         shard_passes=flat_passes(execution.grad_bytes or MEMORY.grad_bytes) if flat else ShardPasses(),
         # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.
         recompute_stops_early=True,

@@ -164,6 +164,8 @@ class MemoryFacts:
     """Sub-groups of replicas may hold all optimizer states each."""
     joint_states: bool = False
     """Which then share these out among each other, not what else each of them shards."""
+    second_weights: bool = False
+    """Sub-groups of replicas may hold a second copy of the weights of ZeRO 3 each, and nothing else."""
     recomputes_first_layers: bool = True
     """Megatron's block method recomputes a stage's first layers; Mist its last, whose recomputation then
     meets all kept activations."""
@@ -256,13 +258,17 @@ class ShardPasses:
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceFacts:
-    """What sub-groups of replicas with all optimizer states send each other, once a step."""
+    """What sub-groups of replicas with all optimizer states send each other, once a step; or what they gather
+    among themselves alone."""
 
     joins_whole: bool = False
     """At ZeRO 1 whole gradients are reduced over them; else the part that a rank updates."""
     joint_states: bool = False
     """They share out optimizer states: gradients are scattered over them, and a rank's part of the weights is
     gathered from them, for either pass of the first micro-batch."""
+    second_weights: bool = False
+    """They hold a second copy of the weights of ZeRO 3, and nothing else: gathers stay inside each, but for
+    the first forward pass of a step, which makes that copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,9 @@ from mist_megatron.spec.training import Precision
 from mist_megatron.targets.facts import Capability, GradientCase
 from mist_megatron.targets.table import TARGETS
 
-OWN_SWITCHES = TARGETS["megatron"].capability.switches
+OWN_SWITCHES = tuple(
+    dict.fromkeys(name for target in TARGETS.values() for name in target.capability.switches)
+)
 """Keys of `execution` that are switches of one framework."""
 
 
@@ -163,6 +165,12 @@ def not_modelled(plan: Plan) -> list[str]:
             if any(stage.offload.values())
         ]
     return broken
+
+
+def unpriced_rules(plan: Plan) -> list[str]:
+    """The same of a file that was read, with what the checks of its framework refuse."""
+    further = TARGETS[plan.target].capability.further
+    return [*not_modelled(plan), *(() if further is None else further(plan))]
 
 
 def _adapter_rules(plan: Plan) -> list[str]:

@@ -111,7 +111,7 @@ def _shipped_schema(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NOT_PRICED = "benchmark with compile and monitors"
-"""DeepCompile and hpZ: refused by name."""
+"""DeepCompile: refused by name."""
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != NOT_PRICED])
@@ -272,7 +272,7 @@ def test_what_contradicts_the_file_is_refused(
         {"optimizer": {"type": "OneBitAdam", "params": {}}},
         {"tensor_parallel": {"autotp_size": 4}},
         {"sequence_parallel_size": 2},
-        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"torch_autocast": {"enabled": True}},
         {"compile": {"deepcompile": True}},
     ],
@@ -356,3 +356,26 @@ def test_a_file_of_an_emitted_folder_is_its_plan(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("model: {num_layers: 2}\ntrainer: {devices: 8}\n")
     assert run(["convert", str(tmp_path / "a.yaml"), *job]) == 2
     assert "no DeepSpeed JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "kept"), [(4, True), (8, False)])
+def test_second_copies_of_weights_are_tuned_over_nodes(
+    size: int, kept: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hpZ is one of the things that a file can say: never slower than with the file's own, and left out where
+    it costs memory for nothing."""
+    zero = {"stage": 3, "zero_hpz_partition_size": size, "overlap_comm": True}
+    text = json.dumps({"train_batch_size": 64, "bf16": {"enabled": True}, "zero_optimization": zero})
+    made = converted(tmp_path, capsys, text, "--gpus", "16", "--bandwidth", "inter=25GB/s")
+    assert made["before"]["fits"] and made["after"]["iteration_s"] <= made["before"]["iteration_s"]
+    told = made["config"]["zero_optimization"].get("zero_hpz_partition_size")
+    assert made["plan"]["execution"].get("hpz_size") == told
+    assert kept or told == size or any("hpz" in change["key"] for change in made["changes"])
+
+
+def test_copies_over_all_gpus_have_no_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "zero_hpz_partition_size": 8}
+    path.write_text(json.dumps({"train_batch_size": 64, "zero_optimization": zero}))
+    assert run(["convert", str(path), "--model", "llama2-7b", "--gpus", "8"]) == 2
+    assert "all 8 replicas" in capsys.readouterr().err

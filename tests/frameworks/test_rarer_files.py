@@ -167,14 +167,24 @@ def written_plan() -> Plan:
 
 
 def test_all_that_the_json_can_say_is_tried() -> None:
-    """6 sequences a GPU: 1, 2, 3 and 6 at once, nine ways of states, with and without recomputation."""
+    """6 sequences a GPU: 1, 2, 3 and 6 at once, nine ways of states, with and without recomputation; second
+    copies of shared weights on the GPUs over pairs, or over the nodes of 4."""
     plan = written_plan()
     made = list(candidates(plan, may_checkpoint=True))
     told = {
-        (one.stages[0].micro_batch, one.stages[0].zero, one.stages[0].offload, one.stages[0].ckpt)
+        (
+            *(one.stages[0].micro_batch, one.stages[0].zero, one.stages[0].offload, one.stages[0].ckpt),
+            one.execution.hpz_size,
+        )
         for one in made
     }
-    assert told == {(size, *level, ckpt) for size in (1, 2, 3, 6) for level in LEVELS for ckpt in (0, 24)}
+    assert told == {
+        (size, *level, ckpt, copies)
+        for size in (1, 2, 3, 6)
+        for level in LEVELS
+        for ckpt in (0, 24)
+        for copies in ((None, 2, 4) if level[0] == 3 and not level[1].weights else (None,))
+    }
     assert len(made) == len(told) and {one.training.global_batch for one in made} == {48}
     assert all(one.stages[0].micro_batch * one.grad_accum == 6 for one in made)
     kept = list(candidates(plan, may_checkpoint=False))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import cast
 
 from mist_megatron.errors import InputError
-from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, Config, Reading
+from mist_megatron.frameworks.deepspeed.read import BATCH_KEYS, HPZ_KEY, Config, Reading
 from mist_megatron.frameworks.deepspeed.schema import DeepSpeedSchema
 from mist_megatron.frameworks.deepspeed.write import zero_section
 from mist_megatron.spec.cluster import ClusterSpec
@@ -20,6 +21,7 @@ from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan, TargetName, Zero
 from mist_megatron.spec.training import Precision, TrainingSpec
+from mist_megatron.targets.deepspeed import copy_sizes
 from mist_megatron.targets.rules import violations
 from mist_megatron.targets.table import TARGETS
 
@@ -198,7 +200,12 @@ def as_written(reading: Reading, question: Question) -> Plan:
         grads=1.0 if states and level >= 2 and not (wide and level == 2) else 0.0,
         weights=1.0 if reading.moves("offload_param") and level == 3 else 0.0,
     )
-    overlap = reading.zero.get("overlap_comm")
+    overlap, size = reading.zero.get("overlap_comm"), reading.hpz_size
+    if size is not None and gpus % min(size, gpus):
+        raise InputError(
+            f"zero_optimization.zero_hpz_partition_size is {size}; wanted a divisor of {gpus} GPUs",
+            details=("DeepSpeed rejects this file on that many GPUs",),
+        )
     layers = question.model.layers
     return Plan(
         model=question.model,
@@ -209,6 +216,7 @@ def as_written(reading: Reading, question: Question) -> Plan:
         execution=Execution(
             overlap_grad_reduce=overlap if isinstance(overlap, bool) else None,
             grad_bytes=4 if wide else None,
+            hpz_size=None if size is None else min(size, gpus),
         ),
         stages=(
             StagePlan(
@@ -233,11 +241,18 @@ def candidates(plan: Plan, *, may_checkpoint: bool) -> Iterator[Plan]:
     choices = {0, layers} if may_checkpoint else {plan.stages[0].ckpt}
     for micro in (m for m in range(1, per_gpu + 1) if per_gpu % m == 0):
         for level, offload in LEVELS:
-            for ckpt in sorted(choices):
+            for ckpt, size in product(sorted(choices), _copy_sizes(plan) if level == 3 else (None,)):
                 stage = replace(plan.stages[0], micro_batch=micro, zero=level, offload=offload, ckpt=ckpt)
-                made = replace(plan, stages=(stage,), grad_accum=per_gpu // micro)
+                execution = replace(plan.execution, hpz_size=size)
+                made = replace(plan, stages=(stage,), grad_accum=per_gpu // micro, execution=execution)
                 if not violations(made):
                     yield made
+
+
+def _copy_sizes(plan: Plan) -> tuple[int | None, ...]:
+    """Ranks that may share out a second copy of weights: as the file says; on several nodes any number."""
+    several = copy_sizes(plan.gpus, plan.cluster.linked_gpus) if plan.gpus > plan.cluster.linked_gpus else ()
+    return tuple(dict.fromkeys((None, plan.execution.hpz_size, *several)))
 
 
 def best(plans: Iterator[Plan], price: Callable[[Plan], Price]) -> tuple[Plan, Price] | None:
@@ -269,12 +284,16 @@ def replacement(reading: Reading, tuned: Plan, schema: DeepSpeedSchema, keep: tu
     return config
 
 
+_DECIDED = frozenset({"stage", "offload_optimizer", "offload_param", HPZ_KEY})
+"""Keys of the section that a plan says."""
+
+
 def _zero(old: Config, tuned: Plan, schema: DeepSpeedSchema) -> Config:
     """The tuned section, with the user's own numbers where they still act (bucket sizes, thresholds)."""
     section = zero_section(tuned)
     known = schema.sections["zero_optimization"]
     for key, value in old.items():
-        decided = key in {"stage", "offload_optimizer", "offload_param"} or key not in known
+        decided = key in _DECIDED or key not in known
         if not decided and (key in section or not key.startswith(("stage3_", "sub_group"))):
             section[key] = value
     for key in ("offload_optimizer", "offload_param"):
@@ -342,7 +361,7 @@ def changes(
         group = next((g for g, keys in GROUPS.items() if key.split(".")[0] in keys), None)
         moved = group if group in gains else None
         reason = said.get(key) or said.get(key.split(".")[0]) or _reason(key, old, now, moved)
-        decided = key in BATCH_KEYS or key.endswith(".stage") or ".offload_" in key
+        decided = key in BATCH_KEYS or key.endswith((".stage", HPZ_KEY)) or ".offload_" in key
         spelled = key in BATCH_KEYS and (old is None or now is None)
         tuned = group in gains and decided and key not in said and not spelled
         gain = gains[str(group)] if tuned else None
@@ -364,6 +383,8 @@ def _reason(key: str, old: object, now: object, group: str | None) -> str:
         return "as DeepSpeed derives it from the others"
     if key.endswith(".stage3_gather_16bit_weights_on_model_save") and now is not None:
         return "so that saving a model gives whole 16-bit weights"
+    if key.endswith(HPZ_KEY):
+        return f"tuned: {group}" if group else "written out"
     if ".offload_" in key and (old is None or now is None):
         return f"tuned: {group}" if now is not None else "left out: nothing of it is in host memory now"
     if old is None:

@@ -17,13 +17,14 @@ from mist_megatron.spec.plan import Plan
 Config = dict[str, Any]
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+HPZ_KEY = "zero_hpz_partition_size"
 OWN_KEYS = frozenset({"_mist", "_comment", "comment"})
 """Passed over by every reader and meant to be."""
 _NUMERIC_TEXT = re.compile(r"[-+]?\d[\d_]*(\.\d*)?([eE][-+]?\d+)?")
 _STAGE3_KEYS = frozenset(
     {
         "sub_group_size",
-        "zero_hpz_partition_size",
+        HPZ_KEY,
         "zero_quantized_weights",
         "zero_quantized_gradients",
         "zero_quantized_nontrainable_weights",
@@ -56,6 +57,12 @@ class Reading:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
             return 1.0
         return float(share)
+
+    @property
+    def hpz_size(self) -> int | None:
+        """Ranks that share out a second copy of the weights, where they do."""
+        size = self.zero.get(HPZ_KEY)
+        return size if isinstance(size, int) and size > 1 and self.stage == 3 else None
 
     @property
     def wide_grads(self) -> bool:

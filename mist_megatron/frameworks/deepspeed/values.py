@@ -109,7 +109,10 @@ def _taken(path: str, value: object, wanted: str) -> bool:
 UNPRICED: Mapping[str, tuple[str, frozenset[object]]] = {
     "tensor_parallel.autotp_size": ("AutoTP splits layers over GPUs", frozenset({0, 1})),
     "sequence_parallel_size": ("Ulysses splits sequences over GPUs", frozenset({1})),
-    "zero_optimization.zero_hpz_partition_size": ("hpZ keeps a second copy of weights", frozenset({0, 1})),
+    "zero_optimization.mics_shard_size": (
+        "MiCS, which DeepSpeed 0.19.8 has no more, shares states out in groups of replicas",
+        frozenset({-1, 0}),
+    ),
     "zero_optimization.zero_quantized_weights": ("gathers fewer bytes and casts them", frozenset({False})),
     "zero_optimization.zero_quantized_nontrainable_weights": ("gathers fewer bytes", frozenset({False})),
     "zero_optimization.zero_quantized_gradients": ("reduces fewer bytes and casts them", frozenset({False})),

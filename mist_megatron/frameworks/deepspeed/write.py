@@ -78,6 +78,8 @@ def zero_section(plan: Plan, index: int = 0) -> Config:
         }
     if stage.zero == 3:
         section |= STAGE3_ONLY
+        if (size := plan.execution.hpz_size or 1) > 1:
+            section["zero_hpz_partition_size"] = size
     if stage.offload.optimizer:
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if stage.offload.weights == 1.0 and stage.zero == 3:
