@@ -122,11 +122,13 @@ def alone_before_head(kept: LayerWork) -> LayerWork:
 
 
 def begun_beside(work: StageWork, usual: Between) -> Between:
-    """What the first layer's arrival hides behind in the very first pass: an embedding may step before it,
-    and wait for its weights when the host has begun."""
-    if work.embedding is None or not work.context.facts.step.in_first_forward:
+    """What the first layer's arrival hides behind in the very first pass: an embedding may copy its weights
+    or step before it, and wait for its weights when the host has begun."""
+    if work.embedding is None:
         return usual
     first = work.embedding.first
+    if not work.context.facts.step.in_first_forward:
+        return replace(usual, beside_s=first.compute_s)
     host_s = work.host_s / (2 * work.grid.vpp)
     waits_s = np.maximum(first.gather_s - host_s, 0.0) if np.any(first.gather_s) else ZERO
     return replace(usual, beside_s=first.compute_s, gathers_s=waits_s)

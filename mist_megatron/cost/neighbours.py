@@ -51,8 +51,9 @@ class LayerRun:
 
     @property
     def gather_before_s(self) -> Array:
-        """Weights that the first pass waits for besides."""
-        return self.layer.first.blocking_gather_s - self.layer.forward.blocking_gather_s
+        """Weights that the first pass waits for besides, and second copies of them that it makes."""
+        waits_s = self.layer.first.blocking_gather_s - self.layer.forward.blocking_gather_s
+        return waits_s + self.layer.traffic.copied_s
 
 
 def of_phases(run: LayerRun, each: Callable[[Callable[[LayerRun], Phase]], Phase]) -> LayerRun:

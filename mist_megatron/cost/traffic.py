@@ -34,7 +34,9 @@ class Traffic:
     step_compute_s: Array
     first_gather_s: Array = field(default_factory=lambda: ZERO)
     """By how much the first gather of a step lasts longer, over all replicas, than those inside sub-groups
-    with a second copy."""
+    with a second copy ..."""
+    copied_s: Array = field(default_factory=lambda: ZERO)
+    """... and what compute stops for to make that copy."""
 
 
 def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Traffic:
@@ -83,7 +85,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
             step_in_s=ZERO,
             step_out_s=host_copy(visiting, "d2h", context) if facts.step.in_first_forward else ZERO,
             step_compute_s=compute,
-            first_gather_s=_beyond_copies(weights, grid, context),
+            **_beyond_copies(count, grid, context),
         )
     return Traffic(
         gather_s=gather,
@@ -106,15 +108,19 @@ def _gathered(weights: Array, load: LayerLoad, grid: StageGrid, context: TimeCon
     return weights + np.where(grid.zero >= 3, context.weight_bytes * load.still, 0.0)
 
 
-def _beyond_copies(weights: Array, grid: StageGrid, context: TimeContext) -> Array:
+def _beyond_copies(count: Array, grid: StageGrid, context: TimeContext) -> dict[str, Array]:
     """Of trained weights, whose second copy is let go of in every step (invalidate_secondary_tensor of
-    stage3.py) and made again when the first forward pass lets go of what it has gathered."""
+    stage3.py) and made again, zeros first, when the first forward pass lets go of what it has gathered
+    (_partition_param_sec of partition_parameters.py)."""
     if not (context.facts.instances.second_weights and np.any(grid.instances > 1.0)):
-        return ZERO
-    everywhere_s, inside_s = (
-        _weight_gather(weights, grid, context, group) for group in (Group.DATA, Group.SHARDS)
+        return {}
+    groups, weights = (Group.DATA, Group.SHARDS), context.weight_bytes * count
+    everywhere_s, inside_s = (_weight_gather(weights, grid, context, group) for group in groups)
+    own = 3.0 * weights / replicas(grid, context, Group.SHARDS)
+    copied_s = np.where(
+        (grid.instances > 1.0) & (grid.zero >= 3.0), context.prices.of(MemoryPass(own)).seconds, 0.0
     )
-    return np.asarray(everywhere_s - inside_s)
+    return {"first_gather_s": everywhere_s - inside_s, "copied_s": copied_s}
 
 
 def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:

@@ -211,7 +211,7 @@ def layer_work(
     )
     first = replace(
         forward,
-        compute_s=load.forward_s + traffic.step_compute_s,
+        compute_s=load.forward_s + traffic.step_compute_s + traffic.copied_s,
         gather_s=shared.gather_s + shared.first_gather_s,
         blocking_gather_s=forward.blocking_gather_s + shared.first_blocking_gather_s,
         # With a swapped step the new weights are made here, so old ones need not come in.

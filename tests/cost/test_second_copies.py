@@ -22,7 +22,7 @@ from mist_megatron.frameworks.deepspeed.read import read_config
 from mist_megatron.price.prices import Collective
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.adapter import Adapter
-from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
@@ -132,7 +132,10 @@ def test_it_gains_over_slow_links_and_costs_memory() -> None:
     """With more micro-batches more of all gathers stay inside nodes."""
     shares = []
     for grad_accum in (1, 4):
-        inside, over = (mist_megatron.predict(plan(size, grad_accum=grad_accum)) for size in (8, None))
+        both = (plan(size, grad_accum=grad_accum) for size in (8, None))
+        links = LinkOverrides(inter_bytes_per_s=50e9)
+        slow = (replace(made, cluster=replace(made.cluster, links=links)) for made in both)
+        inside, over = map(mist_megatron.predict, slow)
         assert inside.prediction.stages[0].peak_memory_bytes > over.prediction.stages[0].peak_memory_bytes
         shares.append(inside.iteration_s / over.iteration_s)
     assert shares[1] < shares[0] < 1.0
