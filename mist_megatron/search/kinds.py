@@ -21,28 +21,26 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.cost.grid import Ends as Kinds
-from mist_megatron.cost.grid import LayerCount, StageGrid
+from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import predict
 from mist_megatron.search.borders import crossings_s
-from mist_megatron.search.bounds import SearchProblem, least_recompute
-from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at, stage_grid
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.choices import AXES, Array, Choices, slot_at
+from mist_megatron.search.kind_bounds import least_slopes, others_of, sum_of_layers
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, steady_s
+from mist_megatron.search.slots import Slot, around_of, slots_grid, slots_of
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.search.stage_prices import Times, beyond_linear, with_axes
+from mist_megatron.search.stage_prices import Times, beyond_linear
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, Recompute
-from mist_megatron.spec.schedule import even_chunks
 from mist_megatron.targets.table import TARGETS
 
 Number = TypeVar("Number", np.float64, np.bool_)
-Slot = tuple[int, int]
-"""First layer of a stage, and how many it has."""
 
 
 def cut_to_kinds(runnable: Space, space: Space, job: Job) -> Space:
@@ -187,7 +185,7 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
     counts = choices.counts(layers // shape.stages, recompute=recompute)
     whole = question.space.ckpt != "any" and layers % shape.stages
     axes = choices.axes(counts[counts == 0.0] if whole else counts)
-    starts = tuple(_slots_of(question, shape, position) for position in range(shape.stages))
+    starts = tuple(slots_of(question, shape, position) for position in range(shape.stages))
     by_role = {}
     for role in dict.fromkeys(role_of(position, shape.stages) for position in range(shape.stages)):
         positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
@@ -198,81 +196,8 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
             tally.over_memory += int((~fits).sum())
     # Where a stage fits nowhere no time is asked for.
     some = all(fits.any() for slots in by_role.values() for fits in slots.fits.values())
-    least_s = least_seconds(question, [shape])[0] if some else np.inf
+    least_s = sum_of_layers(question, least_slopes(question, [shape])).item() / shape.vpp if some else np.inf
     return _Priced(shape, layers, by_role, axes, least_s, crossings_s(question.evaluator, shape), starts)
-
-
-def least_seconds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
-    """Of all layers of the model in one micro-batch, memory unlimited: recomputation and offloading only add
-    to that, and so do embedding, head and sends."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index, shape in enumerate(shapes):
-        key = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.vpp
-        groups.setdefault((*key, shape.bridged), []).append(index)
-    seconds = np.zeros(len(shapes))
-    for members in groups.values():
-        question.tick()
-        seconds[members] = _least_alike_s(question, [shapes[index] for index in members])
-    return [float(least_s) for least_s in seconds]
-
-
-def _least_alike_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> Array:
-    """The same of shapes that differ in what a grid has axes for."""
-    model, first = question.evaluator.job.model, shapes[0]
-    axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
-    axes["instances"] = axes["instances"] + 1.0
-    some = [(0, first.vpp)], (((0, 0),) * first.vpp, None)
-    grid = _grid(question, first, some, axes, 0, least_recompute(question.space))
-
-    def column(values: Sequence[float]) -> Array:
-        return np.array(values, dtype=np.float64).reshape(-1, *(1,) * len(AXES))
-
-    grid = replace(
-        grid,
-        in_flight=column([slot_at(shape, 0, 1).held for shape in shapes]),
-        micro_batch=column([shape.micro_batch for shape in shapes]),
-        dp=column([shape.dp for shape in shapes]),
-        tp=column([shape.tp for shape in shapes]),
-        zero=column([min(shape.zero) for shape in shapes]),
-        grad_accum=column([shape.grad_accum for shape in shapes]),
-        ep=column([shape.ep for shape in shapes]),
-        etp=column([shape.etp for shape in shapes]),
-    )
-    slopes = Times.of(question.evaluator, grid).stable.slopes
-    padded = [with_axes(slope.per_layer, len(AXES) + 1) for slope in slopes]
-    least_s = [each_s.reshape(len(each_s), -1).min(axis=1) for each_s in padded]
-    return sum((least_s[place] for place in model.kind_of_layer), np.zeros(len(shapes))) / first.vpp
-
-
-def least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
-    """No plan of each shape is faster."""
-    return [
-        least_s + others_of(shape) * least_s / shape.stages
-        for least_s, shape in zip(least_seconds(question, shapes), shapes, strict=True)
-    ]
-
-
-def others_of(shape: EqualPipeline) -> float:
-    """Times that the slowest stage's t is in a step at least, besides once with all others: warm-up passes
-    fill half a pass of its waits each at most."""
-    others = shape.grad_accum * shape.vpp - 1
-    skipped = 0 if shape.vpp > 1 else min(shape.stages - 1, others)
-    return others - 0.5 * skipped
-
-
-def _slots_of(question: SearchProblem, shape: EqualPipeline, position: int) -> dict[int, list[Slot]]:
-    """Slots of a stage, by their first layer."""
-    layers, stages = question.evaluator.job.model.layers, shape.stages
-    each, behind = layers // stages, stages - 1 - position
-    if not question.space.uneven_layers or shape.vpp > 1:
-        return {position * each: [(position * each, each)]} if layers % stages == 0 else {}
-    firsts = range(position, layers - behind) if position else range(1)
-    return {
-        first: [(first, layers - first)]
-        if not behind
-        else [(first, count) for count in range(1, layers - first - behind + 1)]
-        for first in firsts
-    }
 
 
 def _price_role(
@@ -287,7 +212,7 @@ def _price_role(
     configs = int(np.prod([axes[name].size for name in AXES]))
     parts = {name: np.full((len(every), configs), np.inf) for name in ("t", "longer", "d", "step", "in_turn")}
     fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
-    ends = [_around(question, shape, slot) for slot in every]
+    ends = [around_of(question, shape, slot) for slot in every]
     choices = Choices(space=question.space, shape=shape, step=question.step)
 
     def flat(values: NDArray[Number], rows: int) -> NDArray[Number]:
@@ -298,7 +223,7 @@ def _price_role(
         question.tick()
         rows = np.array([row for row, kinds in enumerate(ends) if kinds == here], dtype=np.intp)
         alike = [every[row] for row in rows], here
-        grid = _grid(question, shape, alike, axes, positions[0], recompute)
+        grid = slots_grid(question, shape, alike, axes, positions[0], recompute)
         valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), len(rows))
         valid = valid & flat(axes["ckpt"] <= grid.layers, len(rows))
         for position in positions:
@@ -311,57 +236,6 @@ def _price_role(
             parts[name][rows] = np.where(valid, flat(values, len(rows)), np.inf)
     place = {slot: row for row, slot in enumerate(every)}
     return _Slots(place, parts["t"], parts["longer"], parts["d"], parts["step"], parts["in_turn"], fits)
-
-
-_Around = tuple[tuple[Kinds, ...], int | None]
-"""Kinds at the ends of a stage's chunks, and, where its boundaries may differ, of the layer before it."""
-
-
-def _around(question: SearchProblem, shape: EqualPipeline, slot: Slot) -> _Around:
-    model = question.evaluator.job.model
-    chunks = even_chunks(model.layers, *slot, shape.vpp)
-    runs = tuple((model.kind_of_layer[chunk[0]], model.kind_of_layer[chunk[-1]]) for chunk in chunks)
-    first = slot[0]
-    return runs, model.kind_of_layer[first - 1] if first and not model.alike else None
-
-
-def _grid(
-    question: SearchProblem,
-    shape: EqualPipeline,
-    alike: tuple[Sequence[Slot], _Around],
-    axes: dict[str, Array],
-    position: int,
-    recompute: Recompute,
-) -> StageGrid:
-    """The evaluator's grid of these stages, along an axis before the others."""
-    job, (slots, (runs, before)) = question.evaluator.job, alike
-    first_ones = TARGETS[job.target].memory(job.execution).recomputes_first_layers
-    again = (axes["ckpt"].reshape(-1) // shape.vpp).astype(np.intp)
-    one = (1,) * (len(AXES) - 1)
-    starts, lengths = _chunks(job.model.layers, slots, shape.vpp)
-    again = np.minimum(again[None, None, :], lengths[..., None])
-    begin = starts[..., None] if first_ones else starts[..., None] + lengths[..., None] - again
-    counts = []
-    for kind in range(len(job.model.kinds)):
-        until = np.array([0, *accumulate(int(k == kind) for k in job.model.kind_of_layer)], dtype=np.float64)
-        layers = (until[starts + lengths] - until[starts]).sum(axis=1)
-        ckpt = (until[begin + again] - until[begin]).sum(axis=1)
-        counts.append(LayerCount(layers.reshape(-1, 1, *one), ckpt.reshape(len(slots), -1, *one)))
-    grid = stage_grid(shape, slot_at(shape, position, 1), axes, recompute=recompute)
-    return replace(
-        grid,
-        layers=np.array([float(count) for _, count in slots]).reshape(-1, 1, *one),
-        counts=tuple(counts),
-        runs=runs,
-        before=before,
-    )
-
-
-def _chunks(total: int, slots: Sequence[Slot], vpp: int) -> tuple[Ints, Ints]:
-    """First layer and length of each chunk of each slot."""
-    chunks = [even_chunks(total, *slot, vpp) for slot in slots]
-    starts = np.array([[chunk.start for chunk in row] for row in chunks], dtype=np.intp)
-    return starts, np.array([[len(chunk) for chunk in row] for row in chunks], dtype=np.intp)
 
 
 def _seconds(question: SearchProblem, shape: EqualPipeline, grid: StageGrid) -> dict[str, Array]:

@@ -187,7 +187,7 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
     beside = replace(late, reduction=replace(late.reduction, last_overlaps=True))
     if late == beside or target.traffic(switched) != beside:
         return False
-    return job == replace(after.job, execution=switched) and _together_gains(after)
+    return job == replace(after.job, execution=switched) and together_gains(after)
 
 
 def beside_products(job: Job, after: StageEvaluator) -> bool:
@@ -195,7 +195,7 @@ def beside_products(job: Job, after: StageEvaluator) -> bool:
     stops compute here, and running together gains."""
     switched = _products_beside(after.job.execution)
     differs = not after.job.execution.tp_comm_overlap and job == replace(after.job, execution=switched)
-    return differs and _together_gains(after)
+    return differs and together_gains(after)
 
 
 def replays(job: Job, after: StageEvaluator) -> bool:
@@ -203,9 +203,10 @@ def replays(job: Job, after: StageEvaluator) -> bool:
     traffic gains."""
     switched = _replayed(after.job.execution)
     differs = not after.job.execution.cuda_graphs and job == replace(after.job, execution=switched)
-    return differs and _together_gains(after)
+    return differs and together_gains(after)
 
 
-def _together_gains(evaluator: StageEvaluator) -> bool:
+def together_gains(evaluator: StageEvaluator) -> bool:
+    """Whether compute and traffic take no longer beside each other than one after the other."""
     slow_compute, slow_traffic = (float(factor) for factor in evaluator.time_context.interference[0b0011, :2])
     return 1.0 / slow_compute + 1.0 / slow_traffic >= 1.0 and min(slow_compute, slow_traffic) >= 1.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.known import together_gains
 from mist_megatron.search.pipelines import Family, families
 from mist_megatron.search.space import Limits
 from mist_megatron.search.spread import Floors, SpreadShapes
@@ -58,7 +59,8 @@ class Leaders:
     def floor_s(self, place: int) -> float:
         """Seconds that no plan of a way beats; 0 where none of the others tells."""
         leader, widest = self._leader[place], self._widest[place]
-        if not _gains(self._execution(place)) <= _gains(self._execution(leader)):
+        gains = together_gains(self._pairs[leader][1].evaluator)
+        if not gains or not _gains(self._execution(place)) <= _gains(self._execution(leader)):
             return 0.0
         own, most = self.families(place), self.families(widest)
         if own is not most and not set(own) <= set(most):

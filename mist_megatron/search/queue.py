@@ -24,7 +24,7 @@ from mist_megatron.search.bounds import (
 )
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
-from mist_megatron.search.kinds import least_steps_s
+from mist_megatron.search.kind_bounds import least_steps_s
 from mist_megatron.search.known import Item, Known, KnownBounds, floors
 from mist_megatron.search.layer_floors import LayerFloors
 from mist_megatron.search.mixed import MixedBound, mixture_bounds

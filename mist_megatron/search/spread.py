@@ -15,15 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.cost.grid import LayerCount, LayerSizes, StageGrid
-from mist_megatron.cost.terms import NO_SLOPE, LayerLoad, Linear, totals
+from mist_megatron.cost.grid import LayerCount, StageGrid
+from mist_megatron.cost.terms import NO_SLOPE, LayerLoad
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import Array, Ints
 from mist_megatron.search.pipelines import EqualPipeline, Family
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole
-from mist_megatron.spec.term import Term
 
 Rival = tuple[StageEvaluator, StageEvaluator]
 """Prices of a way of execution, and of the same with another dispatcher."""
@@ -156,8 +155,10 @@ class _Parts:
     """Of a first stage without its layers ..."""
     last_s: Array
     """... and of a last one; of an only stage all of both is in `first_s`."""
-    step_s: Array
-    """Of a stage with the even share of layers, after all passes."""
+    once_s: Array
+    """What is in a step once: all of d of an only stage, whose layers are known; else the step of one with
+    the even share of layers, and the tied embedding of a first one, beside which nothing else of its d is
+    less than nothing."""
 
 
 def _floors(
@@ -178,14 +179,14 @@ def _floors(
                 s.stages,
                 s.vpp,
                 s.grad_accum,
+                min(s.zero),
                 s.micro_batch,
                 s.tp,
             )
             for s in shapes
         ],
         dtype=np.float64,
-    ).reshape(-1, 8)[rows]
-    levels = np.array([min(s.zero) for s in shapes], dtype=np.float64)[rows]
+    ).reshape(-1, 9)[rows]
     floors = np.full(len(rows), np.inf)
     groups: dict[tuple[float, ...], Ints] = {}
     keys, places = np.unique(sizes[:, :4], axis=0, return_inverse=True)
@@ -194,49 +195,51 @@ def _floors(
     for key, mine in groups.items():
         question.tick()
         nodes, per_node, sliced, stages = int(key[0]), int(key[1]), bool(key[2]), int(key[3])
-        own, level = sizes[mine], levels[mine]
-        layer = LayerSizes(own[:, 6], own[:, 7], spreads[mine, 0], spreads[mine, 1])
-        distinct, index = np.unique(layer.packed(), return_inverse=True)
-        grid = _grid(question, (nodes, per_node, sliced, stages), LayerSizes.unpacked(distinct))
+        own = sizes[mine]
+        columns = np.column_stack((own[:, 6:], spreads[mine]))
+        distinct, index = np.unique(columns, axis=0, return_inverse=True)
+        index = index.reshape(-1)
+        grid = _grid(question, (nodes, per_node, sliced, stages), distinct)
         # Of models with experts all shapes of a search have as many.
         grid = replace(grid, instances=np.asarray(float(shapes[0].instances[0])))
-        parts = _parts(question, grid, stages)
-        fits = np.stack([_fits(question, grid, stages, zero) for zero in range(int(level.max()) + 1)])
-        times_s = _steps(question, parts, stages, index.reshape(-1), own[:, 4], own[:, 5])
-        here = fits[level.astype(np.intp), index.reshape(-1)]
+        times_s = _steps(question, _parts(question, grid, stages), stages, index, own[:, 4], own[:, 5])
+        here = _fits(question, grid, stages)[index]
         if rivals:
             sends = (grid.etp == 1.0) & (grid.ep > 1.0)
-            here = here & ~(sends & _outdone(rivals, grid))[index.reshape(-1)]
+            here = here & ~(sends & _outdone(rivals, grid))[index]
         floors[mine] = np.where(here, times_s, np.inf)
     return floors
 
 
-def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: LayerSizes) -> StageGrid:
-    """Stages with these sizes of layers, and no layers as yet."""
+def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: Array) -> StageGrid:
+    """Stages of these levels and sizes of layers: an only one with all of them, others with none as yet."""
     nodes, per_node, sliced, stages = stage
     job, zero = question.evaluator.job, np.zeros(1)
-    cp = job.execution.context_parallel
-    kinds = len(job.model.kinds)
+    cp, model = job.execution.context_parallel, job.model
+    layers = [zero + (model.layers_of_kind[kind.name] if stages == 1 else 0.0) for kind in model.kinds]
+    several = len(layers) > 1
+    levels, micro_batch, tp, ep, etp = sizes.T
     return StageGrid(
         role=StageRole.ONLY if stages == 1 else StageRole.FIRST,
         nodes=nodes,
         gpus_per_node=per_node,
         sequence_parallel=sliced,
         recompute="full",
-        layers=zero,
+        layers=sum(layers, start=zero),
         ckpt=zero,
         in_flight=zero + 1.0,
-        micro_batch=sizes.micro_batch,
-        dp=nodes * per_node / (sizes.tp * cp),
-        tp=sizes.tp,
-        zero=zero,
+        micro_batch=micro_batch,
+        dp=nodes * per_node / (tp * cp),
+        tp=tp,
+        zero=levels,
         # Passes that are paired with a neighbour's are all but some of the first and of the last.
         grad_accum=zero + (MANY if job.execution.expert_overlap else 1.0),
         offload=alike(zero),
-        ep=sizes.ep,
-        etp=sizes.etp,
+        ep=ep,
+        etp=etp,
         stages=min(stages, 2),
-        counts=(LayerCount(zero, zero),) * kinds if kinds > 1 else (),
+        counts=tuple(LayerCount(each, zero) for each in layers) if several else (),
+        runs=((model.kind_of_layer[0], model.kind_of_layer[-1]),) if several and stages == 1 else (),
     )
 
 
@@ -246,25 +249,17 @@ def _parts(question: SearchProblem, grid: StageGrid, stages: int) -> _Parts:
     def wide(value: Array) -> Array:
         return np.broadcast_to(value, (count,))
 
-    def without_sends(role: StageRole) -> Linear:
-        terms = evaluator.terms(replace(grid, role=role)).stable
-        return totals({name: term for name, term in terms.items() if name is not Term.PIPELINE_P2P})
-
-    first = without_sends(grid.role)
-    last = wide(without_sends(StageRole.LAST).fixed) if stages > 1 else np.zeros(count)
-    slopes = [*first.slopes, *[NO_SLOPE] * (len(model.kinds) - len(first.slopes))]
-    levels = np.array(sorted({0, 1, *question.space.zero}), dtype=np.float64).reshape(-1, 1)
-    step = Times.of(evaluator, replace(grid, zero=levels)).step
-    share = -(-model.layers // stages)
-    least_s = step.fixed + share * np.minimum.reduce(
-        np.broadcast_arrays(*(slope.per_layer for slope in step.slopes))
-    )
-    return _Parts(
-        [wide(slope.per_layer) for slope in slopes],
-        wide(first.fixed),
-        last,
-        np.maximum(np.broadcast_to(least_s, (len(levels), count)).min(axis=0), 0.0),
-    )
+    times, last_s = Times.of(evaluator, grid), np.zeros(1)
+    slopes = [*times.stable.slopes, *[NO_SLOPE] * (len(model.kinds) - len(times.stable.slopes))]
+    if stages == 1:
+        once_s = times.step.at(grid) + times.delta.at(grid)
+    else:
+        last = Times.of(evaluator, replace(grid, role=StageRole.LAST))
+        last_s = last.stable.fixed - last.sent_s
+        each_s = np.minimum.reduce(np.broadcast_arrays(*(slope.per_layer for slope in times.step.slopes)))
+        once_s = np.maximum(times.step.fixed + -(-model.layers // stages) * each_s, 0.0) + times.tied_s
+    first_s = times.stable.fixed - times.sent_s
+    return _Parts([wide(slope.per_layer) for slope in slopes], wide(first_s), wide(last_s), wide(once_s))
 
 
 def _steps(
@@ -278,15 +273,15 @@ def _steps(
     share = -(-model.layers // stages)
     most_s = np.maximum(mean_s, share * loads.min(axis=0))
     split_s = np.maximum(mean_s, least_maximum(loads, parts.first_s, parts.last_s, stages))
-    sum_s, mean_s, most_s, split_s, step_s = (
-        part[index] for part in (sum_s, mean_s, most_s, split_s, parts.step_s)
+    sum_s, mean_s, most_s, split_s, once_s = (
+        part[index] for part in (sum_s, mean_s, most_s, split_s, parts.once_s)
     )
     others = grad_accum * vpp - 1.0
     # Of the slowest stage b with f behind it, m is its t and B theirs: all stages take at most m, so that
     # what warm-up passes fill of its waits is at most f m - B <= stages (m - mean).
     filled = np.minimum(0.5 * np.minimum(stages - 1.0, others) * split_s, stages * (split_s - mean_s))
     steady_s = np.where(vpp > 1.0, others * most_s, others * split_s - filled)
-    return np.asarray(((steady_s + sum_s) / vpp + step_s) * (1 - 1e-9))
+    return np.asarray(((steady_s + sum_s) / vpp + once_s) * (1 - 1e-9))
 
 
 def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array:
@@ -308,7 +303,7 @@ def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array
     return np.asarray(least[layers])
 
 
-def _fits(question: SearchProblem, grid: StageGrid, stages: int, zero: int) -> NDArray[np.bool_]:
+def _fits(question: SearchProblem, grid: StageGrid, stages: int) -> NDArray[np.bool_]:
     """Whether what stages hold throughout would fit if all held the same: on the mean they hold that, and
     embedding and head besides."""
     evaluator, model = question.evaluator, question.evaluator.job.model
@@ -318,7 +313,6 @@ def _fits(question: SearchProblem, grid: StageGrid, stages: int, zero: int) -> N
         grid,
         role=StageRole.MIDDLE if stages > 1 else StageRole.ONLY,
         layers=one * model.layers / stages,
-        zero=one * zero,
         counts=tuple(counts) if len(counts) > 1 else (),
     )
     held, _ = evaluator.moments(mean)

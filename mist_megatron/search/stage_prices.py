@@ -43,6 +43,10 @@ class Times:
     step: Linear
     in_turn_s: Array
     """Part of t that is not there while the pipeline fills and drains."""
+    sent_s: Array
+    """Part of t: what a stage without chunks sends to its neighbours."""
+    tied_s: Array
+    """Part of d: gradients of a token table that two stages share."""
 
     @staticmethod
     def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[Term, ...] = ()) -> Times:
@@ -59,6 +63,8 @@ class Times:
             totals({name: term for name, term in delta.items() if name not in waits}),
             totals({name: term for name, term in delta.items() if name in waits}),
             in_turn_share(context.facts) * sent.fixed,
+            sent.fixed,
+            delta.get(Term.TIED_EMBEDDINGS, Linear()).fixed,
         )
 
 
