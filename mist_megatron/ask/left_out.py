@@ -228,7 +228,7 @@ LEFT_OUT = (
     LeftOut(
         told="second copies of the weights of ZeRO 3 (hpZ, `zero_hpz_partition_size`) where fast links join "
         "all GPUs, and on nodes of several kinds, unless `--fix hpz=N` asks for them; and in any case beside "
-        "weights in host memory and patches",
+        "weights in host memory and decoupled steps",
         words=_copies,
     ),
     LeftOut(

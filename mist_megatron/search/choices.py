@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,12 +125,16 @@ class Choices:
         )
 
     def axes(self, counts: Array) -> dict[str, Array]:
-        """Every axis along its own dimension."""
+        """Every axis along its own dimension. Weights stay where sub-groups of replicas hold copies of them,
+        or states that move with them."""
+        offload = self.space.offload
+        if min(self.shape.instances) > 1:
+            offload = replace(offload, weights="none")
         flat = {
             "ckpt": counts,
             "zero": np.array(self.shape.zero, dtype=np.float64),
             "instances": np.array(self.shape.instances, dtype=np.float64),
-            **{kind: fractions(allowed, self.step) for kind, allowed in self.space.offload.items()},
+            **{kind: fractions(allowed, self.step) for kind, allowed in offload.items()},
         }
         return {
             name: flat[name].reshape([-1 if k == axis else 1 for k in range(len(AXES))])
@@ -155,9 +159,6 @@ class Choices:
             wanted = (axes["optimizer"] > 0.0) & (axes["zero"] >= 2)
             states = states & ((axes["grads"] > 0.0) == wanted)
             states = states & ((axes["weights"] == 0.0) | (axes["zero"] >= 3))
-        if max(self.shape.instances) > 1:
-            # Where sub-groups hold copies of the weights, or states that move with them.
-            states = states & ((axes["weights"] == 0.0) | (axes["instances"] == 1.0))
         if self.space.host_gradients is not None:
             weights = (axes["weights"] == 0.0) | (axes["zero"] >= self.space.weights_least_zero)
             states = states & weights & self._gradients(axes, self.space.host_gradients)

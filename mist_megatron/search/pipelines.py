@@ -230,7 +230,12 @@ def _in_sub_groups(job: Job, family: Family, space: Space, limits: Limits) -> It
     be whole; of those that spread experts where each sub-group has all of them."""
     shape, spreads = family
     copied = space.second_weights or limits.fixed.get("hpz", job.execution.hpz_size) is not None
-    instances = (weight_copies if copied else optimizer_instances)(job, space, limits, shape)
+    if copied:
+        numbers = weight_copies(job, space, limits, shape)
+        apart = (tuple(n for n in numbers if n == 1), tuple(n for n in numbers if n > 1))
+        yield from ((replace(shape, instances=some), spreads) for some in apart if some)
+        return
+    instances = optimizer_instances(job, space, limits, shape)
     if instances and instances != (1,) and job.model.routed is not None:
         spreads = tuple(each for each in spreads if shape.gpus // math.prod(each) % instances[0] == 0)
     if instances and spreads:
@@ -273,7 +278,8 @@ def weight_copies(job: Job, space: Space, limits: Limits, shape: EqualPipeline) 
     asked = limits.fixed.get("hpz", job.execution.hpz_size)
     if limits.fixed.get("instances", 1) != 1 or (asked not in (None, 1) and not copies_weights(job)):
         return ()
-    known = copy_sizes(ranks, per_node) if shape.zero == (3,) else ()
+    able = shape.zero == (3,) and not job.execution.decoupled_step
+    known = copy_sizes(ranks, per_node) if able else ()
     if asked is not None:
         known = tuple(size for size in known if size == asked)
     elif job.cluster.groups or ranks <= per_node:
@@ -406,7 +412,10 @@ def _conflict(job: Job, space: Space, limits: Limits) -> str | None:
 def _no_copies(job: Job, space: Space, size: int) -> str:
     """Why no plan has a second copy of the weights over so many ranks."""
     if not copies_weights(job):
-        return f"--fix hpz={size}: target {job.target} has no second copy of weights; wanted deepspeed"
+        return (
+            f"--fix hpz={size}: target {job.target} has no second copy of weights; wanted deepspeed or "
+            "deepspeed+patches"
+        )
     if 3 not in space.zero:
         return f"--fix hpz={size}: acts at zero 3, got ZeRO {_listed(space.zero)}"
     per_node = job.cluster.linked_gpus

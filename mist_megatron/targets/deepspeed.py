@@ -84,6 +84,9 @@ def copy_rules(plan: Plan) -> tuple[str, ...]:
         "divisor or a multiple": bool(size % per_node and per_node % size),
         "beside offload.weights DeepSpeed allocates and pins the copy on the host anew in every step, which "
         "is not priced": stage.offload.weights > 0.0,
+        "beside execution.decoupled_step copies would not be let go of when their weights are stepped": (
+            bool(plan.execution.decoupled_step)
+        ),
     }
     return tuple(f"{key}: {why}" for why, applies in broken.items() if applies)
 
@@ -161,9 +164,6 @@ PATCHED_CAPABILITY = replace(
     partial_ckpt=True,
     offload=ANY_FRACTION,
     grads_follow_optimizer=False,
-    # None of the patches was tried beside a second copy of the weights.
-    switches=(),
-    further=None,
     # Layers of ZeRO 1 and 2 visit the GPU; of ZeRO 3 shards leave it.
     weights_least_zero=1,
     host_gradients=host_gradients,

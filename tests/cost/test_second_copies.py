@@ -117,6 +117,16 @@ def test_gradients_are_reduced_over_all() -> None:
         assert float(pick(with_copy)) == float(pick(without)) > 0.0
 
 
+def test_patches_run_beside_them() -> None:
+    some = Offload(optimizer=0.5, grads=0.25, activations=0.5)
+    made = plan(8, target="deepspeed+patches", offload=some)
+    assert not violations(made)
+    evaluator, _ = evaluator_for(job_of(made))
+    assert simulate(made, evaluator).iteration_s == pytest.approx(
+        predict(made, evaluator).iteration_s, rel=0.02
+    )
+
+
 @pytest.mark.parametrize("size", [2, 8, 16])
 @pytest.mark.parametrize("grad_accum", [1, 2, 4])
 @pytest.mark.parametrize("overlap", [None, False])
@@ -159,7 +169,9 @@ def test_one_rank_is_none() -> None:
         (plan(32), "all 32 replicas"),
         (plan(6, nodes=3), "lie across nodes of 8 GPUs"),
         (plan(8, offload=Offload(weights=1.0)), "beside offload.weights"),
-        (plan(8, target="deepspeed+patches"), "execution.hpz_size: it has no such switch"),
+        (plan(8, target="deepspeed+patches", decoupled_step=True), "beside execution.decoupled_step"),
+        (plan(8, target="deepspeed+patches", offload=Offload(weights=0.5)), "beside offload.weights"),
+        (plan(8, target="torch"), "execution.hpz_size: it has no such switch"),
         (plan(8, target="megatron", zero=1), "execution.hpz_size: it has no such switch"),
         (plan(8, optimizer_instances=2), "execution.optimizer_instances: it has no such switch"),
     ],

@@ -21,6 +21,8 @@ class Case:
     ratio: float = 1.0
     sub_group_size: int = 1_000_000_000
     persistence: int = 0
+    copies: int = 1
+    """Ranks that share out a second copy of the weights (zero_hpz_partition_size)."""
     patches: dict[str, Any] = field(default_factory=dict)
     """Patch name -> its argument, in a pipeline one for each stage if a list."""
     by_file: bool = False
@@ -63,6 +65,7 @@ def configuration(case: Case) -> dict[str, Any]:
         zero["stage3_param_persistence_threshold"] = case.persistence
         zero["stage3_prefetch_bucket_size"] = 1000
         zero["sub_group_size"] = case.sub_group_size
+        zero["zero_hpz_partition_size"] = case.copies
     elif case.zero:
         zero["allgather_bucket_size"] = 20000
     if case.offload:

@@ -45,7 +45,7 @@ def plain(case: Case) -> Case:
         case = replace(case, offload=False)
     without = {"patches": {}, "by_file": False, "resume_at": None, "mutate": None, "streams": ""}
     without["way"] = "" if case.way in {"destroyed", "late", "again"} else case.way
-    return replace(case, **without, ratio=1.0, sub_group_size=10**9)
+    return replace(case, **without, ratio=1.0, sub_group_size=10**9, copies=1)
 
 
 def launch(cases: list[Case], processes: int, deepspeed: str = "") -> list[list[dict]]:

@@ -96,6 +96,21 @@ def test_some_are_the_best_and_some_are_not() -> None:
     assert asked.plan.execution.hpz_size == 4 and not violations(asked.plan)
 
 
+def test_patches_are_never_slower_than_without() -> None:
+    """Whatever else they leave open, and steps are decoupled only where there are no copies."""
+    words = {**SLOW, "fix": "zero=3,micro_batch=2", "forbid": "fewer_gpus,offload.activations"}
+    plain, patched = (
+        mist_megatron.tune(**{**words, "target": target}) for target in ("deepspeed", "deepspeed+patches")
+    )
+    assert plain.plan.execution.hpz_size and plain.iteration_s >= patched.iteration_s * (1 - 1e-9)
+    assert not violations(patched.plan)
+    asked = mist_megatron.tune(
+        **{**words, "target": "deepspeed+patches", "fix": "hpz=8", "forbid": "fewer_gpus,offload.optimizer"}
+    )
+    assert asked.plan.execution.hpz_size == 8 and not asked.plan.execution.decoupled_step
+    assert not asked.plan.stages[0].offload.weights and not violations(asked.plan)
+
+
 def test_most_of_them() -> None:
     found = mist_megatron.tune(**SLOW, max="hpz=4", forbid="fewer_gpus")
     assert found.plan.execution.hpz_size in (2, 4)
