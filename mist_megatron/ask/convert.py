@@ -42,7 +42,7 @@ from mist_megatron.search.search import Watch
 from mist_megatron.spec import check
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.plan import Plan
-from mist_megatron.targets.rules import require_job, unpriced_rules, violations
+from mist_megatron.targets.rules import further_rules, not_modelled, require_job, violations
 from mist_megatron.targets.table import TARGETS, targets_of
 
 
@@ -252,7 +252,7 @@ def _converted(raw: Config, reading: Reading, question: Question, tools: _Tools)
         require_patchable(reading, question)
     require_priced(reading)
     before = conversion.as_written(reading, replace(question, target="deepspeed"))
-    for rule in unpriced_rules(before):
+    for rule in (*not_modelled(before), *further_rules(before)):
         raise InputError(
             f"the file as it is: {rule}", details=("try: `tune --target deepspeed` for a plan in its place",)
         )

@@ -69,7 +69,7 @@ from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Plan
 from mist_megatron.targets.facts import FrameworkName
-from mist_megatron.targets.rules import job_rules, unpriced_rules, violations
+from mist_megatron.targets.rules import further_rules, job_rules, not_modelled, violations
 from mist_megatron.targets.table import TARGETS
 
 
@@ -259,9 +259,12 @@ def _deepspeed(text: str, file: Path, job: JobWords, *, checkpointing: bool) -> 
 
 def _beyond(plan: Plan) -> tuple[Finding, ...]:
     """What its target is not modelled with, so that no price of it would be honest."""
-    rules = (*job_rules(plan.model, plan.training.precision, plan.target), *unpriced_rules(plan))
+    job = (*job_rules(plan.model, plan.training.precision, plan.target), *not_modelled(plan))
+    told = (("--model", job), ("zero_optimization", further_rules(plan)))
     return tuple(
-        Finding(level="unpriced", key="--model", message=f"target {plan.target}: {rule}") for rule in rules
+        Finding(level="unpriced", key=key, message=f"target {plan.target}: {rule}")
+        for key, rules in told
+        for rule in rules
     )
 
 

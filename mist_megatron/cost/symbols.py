@@ -94,7 +94,7 @@ MEANINGS: dict[Symbol, str] = {
     EP: "expert-parallel size: ranks that share out the experts of a layer",
     ETP: "expert-tensor-parallel size: ranks that split the matrices of each expert",
     IMBALANCE: "tokens of the busiest expert-parallel rank over the mean",
-    INSTANCES: "sub-groups of the replicas, each of which shards all optimizer states",
+    INSTANCES: "sub-groups of the replicas, each of which shards all optimizer states or a second copy",
     Q_LATENT: "width of the latent of queries",
     KV_LATENT: "width of the latent of keys and values",
     NOPE_DIM: "columns of a head that carry no position",

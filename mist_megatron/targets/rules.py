@@ -167,10 +167,10 @@ def not_modelled(plan: Plan) -> list[str]:
     return broken
 
 
-def unpriced_rules(plan: Plan) -> list[str]:
-    """The same of a file that was read, with what the checks of its framework refuse."""
+def further_rules(plan: Plan) -> tuple[str, ...]:
+    """What the checks of its target's own refuse."""
     further = TARGETS[plan.target].capability.further
-    return [*not_modelled(plan), *(() if further is None else further(plan))]
+    return () if further is None else further(plan)
 
 
 def _adapter_rules(plan: Plan) -> list[str]:
