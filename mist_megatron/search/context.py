@@ -24,6 +24,12 @@ def ring_of(execution: Execution) -> Execution:
     return replace(execution, context_exchange=None, context_inner=None)
 
 
+def _of_attention(execution: Execution) -> Execution:
+    """What of an execution matters to attention and to what runs beside it."""
+    same = replace(execution, recompute_modules=None, offload_modules=None, overlap_param_gather=None)
+    return replace(same, expert_dispatcher=None, expert_overlap=None, shared_expert_overlap=None)
+
+
 class HiddenRings:
     """What rings hide in the ways of one search."""
 
@@ -50,7 +56,7 @@ class HiddenRings:
         other, question = found
         if other.limits != way.limits:
             return set()
-        hidden = self._hidden.setdefault(ring, {})
+        hidden = self._hidden.setdefault(_of_attention(ring), {})
         new = {ranks_of(shape) for shape in shapes} - hidden.keys()
         hidden.update(_hidden(question, new))
         return {shape for shape in shapes if hidden.get(ranks_of(shape), False) and other.keeps(shape)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from mist_megatron.errors import InputError
@@ -22,6 +22,7 @@ from mist_megatron.search.said import with_said
 from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, SAID, Limits, Space, cut_to_target
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recompute import Module
 from mist_megatron.targets.facts import ExecutionVariant
 from mist_megatron.targets.megatron_layers import by_block_configs
@@ -29,6 +30,48 @@ from mist_megatron.targets.megatron_rules import head_ranks, no_context, shares_
 from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Shapes that are searched in a way of execution: what is known of the shapes of one way holds for all
+    that keep the same."""
+
+    model: ModelSpec = field(hash=False)
+    head_ranks: int
+    """Ranks that share out heads of attention."""
+    shards_weights: bool
+    """Only shapes whose states are sharded; the others are said of `ExecutionChoice`."""
+    coprime: bool
+    sends: bool
+    chunked: bool
+    shards: bool
+    evenly: bool
+    """Only shapes whose gradients Megatron-FSDP weighs alike."""
+    paired: bool | None
+    gathers_beside: bool
+
+    def __call__(self, shape: EqualPipeline) -> bool:
+        """Whether a shape is searched."""
+        return not any(rules_out(shape) for rules_out in self._rules_out)
+
+    @cached_property
+    def _rules_out(self) -> Sequence[Callable[[EqualPipeline], bool]]:
+        """Of most ways none: a search asks of many shapes."""
+        ranks, attends = self.head_ranks, [kind for kind in self.model.kinds if kind.attends]
+        shared = cache(lambda tp: all(shares_heads(kind, tp, ranks) for kind in attends))
+        asked: list[tuple[bool, Callable[[EqualPipeline], bool]]] = [
+            (ranks > 1, lambda shape: not shared(shape.tp)),
+            (self.shards_weights, lambda shape: min(shape.zero) == 0),
+            (self.coprime, lambda shape: math.gcd(shape.micro_batch, shape.cp) > 1),
+            (self.sends, lambda shape: shape.ep * shape.etp == 1),
+            (not self.chunked, lambda shape: shape.vpp > 1),
+            (self.shards, lambda shape: max(shape.zero) < 2),
+            (self.evenly, _weighs_unevenly),
+            (self.paired is not None, lambda shape: self.paired != _pairs(shape)),
+            (self.gathers_beside, lambda shape: not _gathers_beside(shape)),
+        ]
+        return [rules_out for is_asked, rules_out in asked if is_asked]
 
 
 @dataclass(frozen=True)
@@ -55,27 +98,22 @@ class ExecutionChoice:
     least: ExecutionChoice | None = None
     """What holds least of all of these."""
 
-    def keeps(self, shape: EqualPipeline) -> bool:
-        """Whether a shape is searched in this way."""
-        return not any(rules_out(shape) for rules_out in self._rules_out)
-
     @cached_property
-    def _rules_out(self) -> Sequence[Callable[[EqualPipeline], bool]]:
-        """Of most ways none: a search asks of many shapes."""
+    def keeps(self) -> Kept:
+        """Shapes that are searched in this way."""
         model, execution = self.job.model, self.job.execution
-        ranks, attends = head_ranks(execution), [kind for kind in model.kinds if kind.attends]
-        asked: list[tuple[bool, Callable[[EqualPipeline], bool]]] = [
-            (ranks > 1, lambda shape: not all(shares_heads(kind, shape.tp, ranks) for kind in attends)),
-            (bool(execution.fp8_param_gather), lambda shape: min(shape.zero) == 0),
-            (self.coprime, lambda shape: math.gcd(shape.micro_batch, shape.cp) > 1),
-            (self.sends, lambda shape: shape.ep * shape.etp == 1),
-            (not self.chunked, lambda shape: shape.vpp > 1),
-            (self.shards, lambda shape: max(shape.zero) < 2),
-            (bool(execution.megatron_fsdp) and model.routed is not None, _weighs_unevenly),
-            (self.paired is not None, lambda shape: self.paired != _pairs(shape)),
-            (self.gathers_beside, lambda shape: not _gathers_beside(shape)),
-        ]
-        return [rules_out for is_asked, rules_out in asked if is_asked]
+        return Kept(
+            model=model,
+            head_ranks=head_ranks(execution),
+            shards_weights=bool(execution.fp8_param_gather),
+            coprime=self.coprime,
+            sends=self.sends,
+            chunked=self.chunked,
+            shards=self.shards,
+            evenly=bool(execution.megatron_fsdp) and model.routed is not None,
+            paired=self.paired,
+            gathers_beside=self.gathers_beside,
+        )
 
     @property
     def mixes(self) -> bool:

@@ -5,10 +5,11 @@ that has all of them set is a floor of the others, which are looked at when it i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.known import together_gains
-from mist_megatron.search.pipelines import Family, families
+from mist_megatron.search.pipelines import EqualPipeline, Family, families
 from mist_megatron.search.space import Limits
 from mist_megatron.search.spread import Floors, SpreadShapes
 from mist_megatron.search.ways import Way, every
@@ -26,7 +27,9 @@ class Leaders:
         self._families: dict[object, list[Family]] = {}
         groups: dict[object, list[int]] = {}
         for place, (_, question) in enumerate(self._pairs):
-            groups.setdefault(_alike(question.evaluator.job.execution), []).append(place)
+            execution = question.evaluator.job.execution
+            exchange = execution.context_exchange, execution.context_inner
+            groups.setdefault((_alike(execution), exchange), []).append(place)
         self._leader = {
             place: max(members, key=lambda member: len(_gains(self._execution(member))))
             for members in groups.values()
@@ -39,6 +42,9 @@ class Leaders:
         }
         self._spread: dict[tuple[int, int], SpreadShapes] = {}
         self._of_shapes: Floors = {}
+        self._least_s: dict[object, float] = {}
+        self._kept: dict[object, list[Family]] = {}
+        self._ends: dict[int, list[EqualPipeline]] = {}
 
     def _execution(self, place: int) -> Execution:
         return self._pairs[place][1].evaluator.job.execution
@@ -69,8 +75,27 @@ class Leaders:
             question = self._pairs[leader][1]
             self._spread[leader, widest] = SpreadShapes(question, most, every, known=self._of_shapes)
         searched = self._pairs[place][0].keeps
-        some = None if own is most else {shape for shape, _ in own}
-        return self._spread[leader, widest].least_s(searched, some)
+        key = leader, widest, searched, id(own)
+        if key not in self._least_s:
+            some = None if own is most else {shape for shape, _ in own}
+            self._least_s[key] = self._spread[leader, widest].least_s(searched, some)
+        return self._least_s[key]
+
+    def kept(self, place: int, some: Sequence[Family]) -> list[Family]:
+        """Of these families of a way those of which any spread is searched in it."""
+        keeps = self._pairs[place][0].keeps
+        key = keeps, tuple(map(id, some))
+        if key not in self._kept:
+            self._kept[key] = [family for family in some if any(map(keeps, self._ends_of(family)))]
+        return self._kept[key]
+
+    def _ends_of(self, family: Family) -> list[EqualPipeline]:
+        """Of its shapes those that tell whether any is searched: spread over most ranks, or the fewest."""
+        if id(family) not in self._ends:
+            shape, spreads = family
+            others = {min(spreads), max(spreads)} - {(shape.ep, shape.etp)}
+            self._ends[id(family)] = [shape, *(replace(shape, ep=ep, etp=etp) for ep, etp in others)]
+        return self._ends[id(family)]
 
 
 def _alike(execution: Execution) -> object:

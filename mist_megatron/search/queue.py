@@ -387,17 +387,9 @@ def ordered_spread(
     keep floors."""
     least_s, floors_s = leaders
     bounded = bounded or bounded_of(question)
-    kept = [family for family in families if _keeps_some(family, keeps)]
-    shapes = partial(SpreadShapes, question, kept, keeps, rivals, floors_s)
-    count = sum(len(spreads) for _, spreads in kept)
+    shapes = partial(SpreadShapes, question, families, keeps, rivals, floors_s)
+    count = sum(len(spreads) for _, spreads in families)
     return Order(SpreadQueue(shapes, bounded, least_s, count), Queue([], [], bounded))
-
-
-def _keeps_some(family: Family, keeps: Callable[[EqualPipeline], bool]) -> bool:
-    """Whether any spread of a family is searched: those over most ranks, or the fewest, tell."""
-    shape, spreads = family
-    others = {min(spreads), max(spreads)} - {(shape.ep, shape.etp)}
-    return keeps(shape) or any(keeps(replace(shape, ep=ep, etp=etp)) for ep, etp in others)
 
 
 def of_possible(least: SearchProblem | None, bounded: Bounded) -> Bounded:

@@ -251,13 +251,13 @@ class _Run:
         leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
             if leaders is not None:
-                spread = made.spread(place, leaders.families(place))
+                spread = leaders.kept(place, made.spread(place, leaders.families(place)))
                 least = None if way.least is None else self._asked([way.least])[0][1]
                 bounded, told = of_possible(least, self._bounded(place)), leaders.told(place)
                 orders.append(
                     ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), told)
                 )
-                items += any(way.keeps(shape) for shape, _ in spread)
+                items += len(spread)
                 continue
             equal, mixed = made.equal(place), made.mixed(place)
             orders.append(ordered(question, equal, mixed, known, layers, self._hand_from(place)))

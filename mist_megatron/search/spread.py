@@ -125,9 +125,10 @@ class SpreadShapes:
         self, keeps: Callable[[EqualPipeline], bool], families: Collection[EqualPipeline] | None
     ) -> float:
         """The least bound of those that are kept, of some families or of all; infinite where none is."""
-        for place, row in enumerate(self._order):
-            shape = self._families[self._rows[row]][0]
-            if (families is None or shape in families) and keeps(self._shape(int(row))):
+        some = [families is None or shape in families for shape, _ in self._families]
+        places = np.flatnonzero(np.array(some, dtype=bool)[self._rows[self._order]])
+        for place, row in zip(places.tolist(), self._order[places].tolist(), strict=True):
+            if keeps(self._shape(row)):
                 return float(self.floors_s[place])
         return math.inf
 
