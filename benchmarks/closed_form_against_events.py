@@ -2,13 +2,14 @@
 
     python benchmarks/closed_form_against_events.py [--plans 200] [--seed 1]
 
-Four classes of plans with uneven layers and each stage's own number of recomputed layers, and two more:
+Four classes of plans with uneven layers and each stage's own number of recomputed layers, and three more:
 
 * `balanced`: Megatron, layers and recomputed layers within 1 of their mean, as a search would leave them
 * `uneven`: Megatron, layers within 2 of the mean, recomputed layers from none to all
 * `traffic`: Mist, the same, and each stage with its own ZeRO level and offload fractions
 * `overlapped`: Megatron that overlaps reductions and, in half of the plans, gathers of weights; any network
 * `interleaved`: Megatron, equal chunks, on networks from quick to slower than the chunks' compute
+* `chunks`: the same with splits whose chunks are not equal, of small models whose head is some layers' work
 * `unequal`: patched Megatron, each stage on a grid of its own
 
 Printed per class: quantiles of closed form / events - 1, and the share within 3 %. For the first two, where
@@ -31,7 +32,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -40,15 +41,17 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of
 from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.events.tasks import Workload, workload_of
+from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
+from mist_megatron.spec.schedule import chunk_layers, recomputed_of
 from mist_megatron.spec.training import TrainingSpec
 
-CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "unequal")
+CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "chunks", "unequal")
 GPUS = ("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb")
 NEAR = 0.03
 
@@ -148,6 +151,34 @@ def random_interleaved(rng: random.Random) -> Plan:
         schedule="interleaved",
         vpp=chunks,
         stages=(stage,) * stages,
+    )
+
+
+def random_chunks(rng: random.Random) -> Plan:
+    """Splits with unequal chunks, as a search tries them, each chunk with as many recomputed layers."""
+    plan = random_interleaved(rng)
+    stages, first = len(plan.stages), plan.stages[0]
+    layers = rng.choice(
+        [stages + 1, 2 * stages - 2, 2 * stages - 1, 3 * stages, 3 * stages - 1, 4 * stages - 1]
+    )
+    model = replace(rng.choice(MODELS), layers=layers, vocab=rng.choice((8192, 32000, 128256)))
+    splits = [
+        (split, chunks)
+        for chunks in chunk_counts(layers, stages)
+        for split in layer_splits(layers, stages, chunks)
+        if any(count % chunks for count in split)
+    ]
+    if not splits:
+        return random_chunks(rng)
+    split, vpp = rng.choice(splits)
+    again = rng.choice((0, 0, 1))
+    recomputed = [recomputed_of(chunks, again) for chunks in chunk_layers(split, vpp)]
+    own = zip(split, recomputed, strict=True)
+    return replace(
+        plan,
+        model=model,
+        vpp=vpp,
+        stages=tuple(replace(first, layers=count, ckpt=ckpt) for count, ckpt in own),
     )
 
 
@@ -253,7 +284,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in CLASSES:
         rng = random.Random(options.seed)
-        own = {"interleaved": random_interleaved, "unequal": random_unequal}
+        own = {"interleaved": random_interleaved, "chunks": random_chunks, "unequal": random_unequal}
         draw = own.get(name) or partial(random_plan, kind=name)
         found = [compared(draw(rng)) for _ in range(options.plans)]
         errors = np.array([one.error for one in found])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mist_megatron.cost.sends import mean_hop_s, sent_beside_reductions
+from mist_megatron.cost.sends import layers_of_most, mean_hop_s, sent_beside_reductions
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk
 from mist_megatron.cost.work import BlockWork, LayerWork, PassWork, StageWork
@@ -47,7 +47,7 @@ class Round:
     @classmethod
     def of(cls, work: StageWork) -> Round:
         """Of a stage whose boundaries take as long as they do on average."""
-        share = work.grid.vpp * work.grid.stages / work.context.model_layers
+        share = work.grid.vpp / layers_of_most(work)
         beside_s = (mean_hop_s(work) + work.host_s / (2.0 * work.grid.vpp)) * share
         return cls(work, beside_s, sent_beside_reductions(work))
 

@@ -108,6 +108,8 @@ class StageGrid:
     """By chunk of the stage, where a model has several kinds."""
     before: int | None = None
     """There, the kind of the layer before the stage, if there is one."""
+    end_chunks: tuple[tuple[LayerCount, ...], ...] = ()
+    """Layers by kind of the first and of the last chunk; none where all chunks are alike."""
     parts: tuple[StagePart, ...] = ()
     """Where layers have strategies of their own: first to last. Counts and runs are of these then, and
     micro-batch, dp, tp and ZeRO level those of the first."""

@@ -55,12 +55,12 @@ nobody's drain: the last term is max_i (d_i - s_i - sum_{j<i} t_j) + max_i s_i.
 Where a stage gathers weights when its first micro-batch has come, for e_i, every stage behind it waits: a
 path has e_j of its own stage and those before it, and of those after it where it waits for the round trip.
 
-Other schedules keep eq. 1 and change what the ramp-up and drain cost per stage, r_i:
+Other schedules change what the ramp-up and drain cost per stage, r_i:
 
     T = G max_i t_i + (sum_i r_i - r_b) + max_i (d_i - sum_{j<i} r_j),   b = argmax t
 
-* interleaved with v chunks: r = t / v, because a chunk is handed on after 1/v of the layers. With
-  t' = t / v this is eq. 1 with v G micro-batches, which is how a search can use it.
+* interleaved with v chunks: what passes take is `spec.interleaved`; r = t / v, because a chunk is handed on
+  after 1/v of the layers, or what the first chunk takes where that is less.
 * zb-h1: r = t - 2 w, with w the weight-gradient part of backward, which fills the bubble
   (Qi et al. 2023: bubble (p-1)(F + B - W) where the backward pass costs B + W).
 * gpipe: all forwards, then all backwards: (G - 1) (max f + max b) + sum t (its bubble is as long as 1F1B's
@@ -118,6 +118,24 @@ STEPS_LATER = Stepping()
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkEnds:
+    """The first and the last of a stage's chunks, which embedding and head belong to and which may have fewer
+    layers than others."""
+
+    first_s: tuple[float, float]
+    """Forward and backward."""
+    last_s: float
+    """Both together."""
+    round_s: float = 0.0
+    """A micro-batch's sends on its way through all stages, which others wait for in `delta_s`."""
+
+    def scaled(self, by: float) -> ChunkEnds:
+        """Where all passes take so many times as long."""
+        forward_s, backward_s = self.first_s
+        return replace(self, first_s=(by * forward_s, by * backward_s), last_s=by * self.last_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageTiming:
     """What the iteration formula needs of one stage."""
 
@@ -138,6 +156,24 @@ class StageTiming:
     """Part of the backward pass that only makes weight gradients: what zb-h1 moves into bubbles."""
     late: Late = NEVER_LATE
     stepping: Stepping = STEPS_LATER
+    chunks: ChunkEnds | None = None
+    """Parts of `stable_s`; equal chunks where nobody says."""
+
+    def first_chunk_s(self, vpp: int) -> tuple[float, float]:
+        """Of so many chunks the first, forward and backward."""
+        if self.chunks is not None:
+            return self.chunks.first_s
+        forward_s, backward_s = self.split_s
+        return forward_s / vpp, backward_s / vpp
+
+    @property
+    def round_s(self) -> float:
+        """What a micro-batch's sends through all stages take."""
+        return 0.0 if self.chunks is None else self.chunks.round_s
+
+    def last_chunk_s(self, vpp: int) -> float:
+        """Of so many chunks the last, there and back."""
+        return self.stable_s / vpp if self.chunks is None else self.chunks.last_s
 
     @property
     def second_s(self) -> float:
@@ -200,7 +236,7 @@ def iteration_time(
     stable_s = stages[slowest].stable_s
     form = closed_form(schedule)
     ramps = [form.ramp_s(stage, vpp) for stage in stages]
-    passes_s = form.passes_s(stages, ramps, grad_accum)
+    passes_s = form.passes_s(stages, ramps, grad_accum, vpp)
     extra_s, binding = _extra(stages, ramps, step_hides)
     steady_s = (grad_accum - 1) * stable_s
     if form.ends_s is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
+from mist_megatron.cost.chunk_ends import ChunkParts, chunk_parts
 from mist_megatron.cost.closed_form import closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.flops import model_flops, peak_flops_per_s
@@ -78,6 +79,8 @@ class StagePrediction:
     """Activations that leave in the first pass, behind states."""
     stepping: Stepping = STEPS_LATER
     """What steps before first passes make others wait for."""
+    chunks: ChunkParts | None = None
+    """Its first and its last chunk, where it has several."""
 
     @property
     def fits(self) -> bool:
@@ -173,7 +176,22 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         group=plan.group_of_stage[position],
         crossed=_crossed(plan, position),
     )
-    return replace(grid, **_layers_of(plan, position))
+    return replace(grid, **_layers_of(plan, position), end_chunks=_end_chunks(plan, position))
+
+
+def _end_chunks(plan: Plan, position: int) -> tuple[tuple[LayerCount, ...], ...]:
+    """Layers of the first and of the last chunk, where chunks are not alike."""
+    kinds, of_layer = range(len(plan.model.kinds)), plan.model.kind_of_layer
+    counts = [
+        tuple(
+            (sum(of_layer[k] == kind for k in chunk), sum(of_layer[k] == kind for k in some))
+            for kind in kinds
+        )
+        for chunk, some in zip(plan.layers_of(position), recomputed_layers(plan, position), strict=True)
+    ]
+    if len(set(counts)) == 1:
+        return ()
+    return tuple(tuple(LayerCount(*map(_one, pair)) for pair in counts[end]) for end in (0, -1))
 
 
 def _crossed(plan: Plan, position: int) -> tuple[bool, ...]:
@@ -288,20 +306,21 @@ def in_turn_share(facts: TrafficFacts) -> float:
 
 def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
     """A stage as the iteration formula knows it. The first stage hands on forward passes only, the last one
-    backward passes only."""
+    backward passes only, but for those of chunks that go round."""
     stage, terms = stages[position], stages[position].stable_terms_s
     forward_s = stage.forward_s + stage.forward_traffic_s
-    shares = _forward_shares(role_of(position, len(stages)))
+    shares = _forward_shares(role_of(position, len(stages)) if stage.chunks is None else StageRole.MIDDLE)
     if stage.forward_exchange_s is not None:
         forward_s += stage.forward_exchange_s
         del shares[Term.PIPELINE_P2P]
     for name, share in shares.items():
         forward_s += share * (terms.get(name, 0.0) - (stage.in_turn_s if name is Term.PIPELINE_P2P else 0.0))
     stable_s = stage.stable_s + stage.beyond_s[0]
+    forward_s = min(forward_s, stable_s)
     return StageTiming(
         stable_s=stable_s,
         delta_s=stage.delta_s + stage.beyond_s[1],
-        forward_s=min(forward_s, stable_s),
+        forward_s=forward_s,
         first_s=stage.first_s,
         in_turn_s=stage.in_turn_s,
         step_s=stage.step_s,
@@ -309,6 +328,7 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         weight_grad_s=stage.weight_grad_s,
         late=stage.late,
         stepping=stage.stepping,
+        chunks=None if stage.chunks is None else stage.chunks.ends(stable_s, forward_s),
     )
 
 
@@ -329,11 +349,11 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
     work, facts = evaluator.work(grid), evaluator.time_context.facts
     terms, fine, parts = closed_form(work), refinement(work), evaluator.passes(grid)
     stable_terms_s, delta_terms_s = _at(terms.stable, grid), _at(terms.delta, grid)
-    steps = steps_of(delta_terms_s, facts)
+    steps, whole = steps_of(delta_terms_s, facts), totals(terms.stable)
     told = Term.PIPELINE_P2P in stable_terms_s and grid.placed is None and not in_turn_share(facts)
     uneven = told and len(set(grid.crossed)) > 1
     return StagePrediction(
-        stable_s=totals(terms.stable).at(grid).item(),
+        stable_s=whole.at(grid).item(),
         delta_s=totals(terms.delta).at(grid).item(),
         forward_s=parts["forward_s"].item(),
         step_s=sum(delta_terms_s.get(name, 0.0) for name in steps),
@@ -356,6 +376,7 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
             *(part.item() for part in (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))
         ),
         stepping=_stepping(delta_terms_s, fine, facts),
+        chunks=chunk_parts(work, whole, terms.stable, fine.stable_s),
     )
 
 

@@ -151,7 +151,7 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
     """What sends add to t for a layer, and what of it d takes back."""
     work, load = sends.work, layer.load
     stages, chunks = work.grid.stages, work.grid.vpp
-    a_layer = stages / work.context.model_layers
+    a_layer = 1.0 / layers_of_most(work)
     share, host_s = chunks * sends.hop_s * a_layer, 0.5 * work.host_s * a_layer
     forward_parts = (host_s, load.forward_s, load.forward_collective_s)
     backward_parts = (
@@ -194,13 +194,19 @@ def _beside(sent: Array, parts: tuple[Array, Array, Array], factors: Array) -> _
     return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
 
 
+def layers_of_most(work: StageWork) -> int:
+    """Of the largest stage where they have as many layers as they can: a stage with fewer, beside embedding
+    or head, sends as often and waits for the others."""
+    return -(-work.context.model_layers // work.grid.stages)
+
+
 def slowed_by_reduction(work: StageWork, reduction: Array) -> Array:
     """Interleaved stages reduce when their last backward pass has ended; its gradients still leave then, and
     where both go over the same links, have half of them."""
     grid, context = work.grid, work.context
     if not _beside_chunks(grid, context) or not np.any(reduction):
         return ZERO
-    each_s = sent_beside_reductions(work) * context.model_layers / (grid.vpp * grid.stages)
+    each_s = sent_beside_reductions(work) * layers_of_most(work) / grid.vpp
     return (grid.stages - 1) * np.minimum(each_s, reduction)
 
 
@@ -217,4 +223,4 @@ def sent_beside_reductions(work: StageWork) -> Array:
         share = _crossing_share(grid, context, None)
         inside, across = hop_seconds(sent_by_rank(grid, work.loads.boundary_bytes, context), context)
         sent_s = np.where(spanned > 1.0, share * across, (1.0 - share) * inside)
-    return np.asanyarray(grid.vpp * sent_s * grid.stages / context.model_layers)
+    return np.asanyarray(grid.vpp * sent_s / layers_of_most(work))

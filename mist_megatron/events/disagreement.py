@@ -60,8 +60,9 @@ def disagreement(simulation: Simulation) -> Disagreement | None:
 
 def _stretched(timing: StageTiming, stable_s: float) -> StageTiming:
     """The same stage with another time of a micro-batch, split between the passes as before."""
-    forward_s = timing.split_s[0] * stable_s / timing.stable_s
-    return replace(timing, stable_s=stable_s, forward_s=forward_s)
+    by = stable_s / timing.stable_s
+    chunks = None if timing.chunks is None else timing.chunks.scaled(by)
+    return replace(timing, stable_s=stable_s, forward_s=by * timing.split_s[0], chunks=chunks)
 
 
 def _stable_times(simulation: Simulation) -> tuple[float, ...]:

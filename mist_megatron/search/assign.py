@@ -73,8 +73,8 @@ class Pipelines:
     """Stages take consecutive GPUs, one of less than a node inside one node; 0 asks for no such thing."""
     neighbours: Flags = field(default_factory=lambda: np.ones((1, 1), dtype=bool))
     """(kind, kind): which may stand beside each other."""
-    chunked: bool = False
-    """Whether stages run several chunks: no wait is filled by warm-up passes then."""
+    chunks: int = 1
+    """Of each stage, which take turns; all pipelines have one length then."""
     between: Between | None = None
     """What stages take beyond their fronts, by their neighbours."""
 
@@ -93,11 +93,11 @@ class Assignment:
         return tuple(layers for layers, *_ in self.sizes)
 
 
-def in_line(stages: Sequence[Mapping[int, Front]], layers: int, *, chunked: bool = False) -> Pipelines:
+def in_line(stages: Sequence[Mapping[int, Front]], layers: int, *, chunks: int = 1) -> Pipelines:
     """A pipeline of known length and equal meshes; `stages` from first to last, by number of layers."""
     alike = {id(fronts): {(count, 0, 0): front for count, front in fronts.items()} for fronts in stages}
     sized = [alike[id(fronts)] for fronts in stages]
-    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers, chunked=chunked)
+    return Pipelines(inner=sized[:0:-1], first={len(stages) - 1: sized[0]}, layers=layers, chunks=chunks)
 
 
 def assign(
@@ -280,7 +280,9 @@ class _Ladder:
         self.steps: Array = np.unique(np.concatenate(steps)) if steps else np.zeros(1)
 
     def _ends(self, following: int) -> Ends:
-        return Ends(self.grad_accum, 0 if self.problem.chunked else following)
+        # With one chunk it is the same however many stages there are.
+        stages = 1 + max(self.problem.first)
+        return Ends.of(self.grad_accum, following, stages, self.problem.chunks)
 
     def quickest(self, caps: _Caps) -> tuple[Assignment, float] | None:
         """Of the assignments with the least suffix times under the caps, one per length, the best, and U."""
@@ -412,7 +414,7 @@ class _Ladder:
             Point.of(o.fronts[k], c, more)
             for (o, k, c), more in zip(picked, self._between(sizes), strict=True)
         ]
-        parts = parts_of(points, self.grad_accum, chunked=problem.chunked)
+        parts = parts_of(points, self.grad_accum, chunks=problem.chunks)
         return Assignment(sizes, choices, sum(parts)), parts[0]
 
     def _between(self, sizes: Sequence[Size]) -> list[float]:

@@ -23,7 +23,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, Front
 from mist_megatron.search.points import steady_s as steady_of
 from mist_megatron.search.space import Space
-from mist_megatron.search.splits import split_table, splits_layers
+from mist_megatron.search.splits import first_chunk_shares, split_table, splits_layers
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -103,15 +103,19 @@ class EqualBound:
 
         It computes all micro-batches but one besides `rest_s`, less what warm-up passes fill of its waits,
         half of a pass each at most. And nothing is there twice of its own G micro-batches, what a first stage
-        adds, and before another the first stage's t."""
+        adds, and before another the first stage's t; of chunks no more than all but one are the first
+        stage's."""
         others, stages = shape.grad_accum - 1, shape.stages
         if not np.isfinite(best_s) or not others:
             return float(np.inf)
-        following = {StageRole.FIRST: stages - 1, StageRole.MIDDLE: stages - 2}.get(role, 0)
-        skipped = 0 if shape.vpp > 1 else min(following, others)
-        caps = [(best_s - self.rest_s) / (others - 0.5 * skipped)]
-        if shape.vpp == 1:
-            caps.append((best_s - self.both_s) / (others if role.has_embedding else others + 1))
+        if shape.vpp > 1:
+            caps = [(best_s - self.both_s) / others]
+        else:
+            following = {StageRole.FIRST: stages - 1, StageRole.MIDDLE: stages - 2}.get(role, 0)
+            caps = [
+                (best_s - self.rest_s) / (others - 0.5 * min(following, others)),
+                (best_s - self.both_s) / (others if role.has_embedding else others + 1),
+            ]
         return float(min(caps) * (1 + 1e-9)) + max(stage.in_turn_s for stage in self.stages)
 
 
@@ -211,42 +215,73 @@ def _least_steady_s(
 
 
 def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> EqualBound:
-    """With the number of layers known.
-
-    With v chunks the objective is (G v - 1) max t / v + sum t / v + d of some stage (less what hides it). A
-    larger t with an equally smaller d does not pay even on a stage that is not the slowest: at worst it gets
-    as slow as that, which leaves (G - 1) max t + t + d and t / v of the other stages."""
-    vpp, count, others = shape.vpp, shape.stages, shape.grad_accum - 1
+    """With the number of layers known."""
+    count, others = shape.stages, shape.grad_accum - 1
+    if shape.vpp > 1:
+        return _even_chunks_bound(shape, stages)
     t_s, both_s, step_s = (
         [float(part[0]) for part in parts]
         for parts in zip(*((stage.ramp_s, stage.both_s, stage.step_s) for stage in stages), strict=True)
     )
-    sum_s = t_s[0] / vpp if count == 1 else (t_s[0] + (count - 2) * t_s[1] + t_s[2]) / vpp
-    hidden = (0.0, t_s[0] / vpp, sum_s - t_s[2] / vpp)
+    sum_s = t_s[0] if count == 1 else t_s[0] + (count - 2) * t_s[1] + t_s[2]
+    hidden = (0.0, t_s[0], sum_s - t_s[2])
     in_turn_s = [stage.in_turn_s for stage in stages]
     second_s = max(
-        sum_s - t / vpp + both - in_turn - before
+        sum_s - t + both - in_turn - before
         for t, both, in_turn, before in zip(t_s, both_s, in_turn_s, hidden, strict=True)
     )
     rest_s = max(step_s) + second_s + _in_turn_times(shape) * min(in_turn_s)
-    if vpp > 1 or count == 1:
+    if count == 1:
         steady_s = others * max(t_s)
     else:
         # Of a middle stage u is the same wherever it stands, unless its warm-up passes fill every wait.
         behind = [(count - 2) * t_s[1] + t_s[2], t_s[2], 0.0]
         following = [count - 1, 1 if others > 1 else count - 2, 0]
         steady_s = max(
-            float(steady_of(t, 0.5 * t, 0.0, Ends(shape.grad_accum, after), rest))
+            float(steady_of(t, 0.5 * t, 0.0, Ends.of(shape.grad_accum, after, count), rest))
             for t, after, rest in zip(t_s, following, behind, strict=True)
         )
     value_s = (steady_s + rest_s) * (1 - 1e-9)
     return EqualBound(value_s, rest_s, both_s[0] + max(step_s), stages)
 
 
+def _even_chunks_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> EqualBound:
+    """The same of chunks that are alike."""
+    roles = [0, *[1] * (shape.stages - 2), 2]
+    t_s, both_s = (
+        np.array([[float(getattr(stages[role], name)[0]) for role in roles]]) for name in ("t_s", "both_s")
+    )
+    step_s = max(float(stage.step_s[0]) for stage in stages)
+    value_s = _chunks_s(shape, t_s, both_s, np.full_like(t_s, 1.0 / shape.vpp))[0] + step_s
+    return EqualBound(float(value_s) * (1 - 1e-9), 0.0, float(both_s[0, 0]) + step_s, stages)
+
+
+def _chunks_s(shape: EqualPipeline, t_s: Array, both_s: Array, shares: Array) -> Array:
+    """No step of pipelines whose chunks take turns is shorter, steps that wait for all stages aside; a
+    pipeline a row. `both_s` are t + d, `shares` what first chunks take of t.
+
+    Passes take max_b (first chunks of those before b + G t_b) at least, and what a stage i adds to that
+    counts but for the first chunks before it. It may have a t larger by x with a d smaller by x, of which
+    paths that stand still behind it have no more than its first chunk: at worst until its own is as long."""
+    first_s, grad_accum = shares * t_s, shape.grad_accum
+    before_s = np.cumsum(first_s, axis=1) - first_s
+    paths_s = before_s + grad_accum * t_s
+    values = []
+    for stage in sorted({0, min(1, shape.stages - 1), shape.stages - 1}):
+        share = shares[:, stage]
+        longest_s = paths_s[:, stage:].max(axis=1)
+        most_s = (longest_s - paths_s[:, stage]) / (grad_accum - share)
+        passes_s = longest_s - before_s[:, stage] - (1.0 - share) * most_s
+        values.append(passes_s + both_s[:, stage] - t_s[:, stage])
+    return np.asarray(np.max(values, axis=0))
+
+
 def split_bounds(
     shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes], table: NDArray[np.intp]
 ) -> Array:
     """The same of splits of the layers over stages that are alike in all else, one a row."""
+    if shape.vpp > 1:
+        return _chunked_bounds(shape, stages, table)
     low, high = int(table.min()), int(table.max())
     counts = np.stack([table[:, 0], table[:, 1:-1].max(axis=1, initial=0), table[:, -1]])
     of_middle = table[:, 1:-1].sum(axis=1) / max(shape.stages - 2, 1)
@@ -266,23 +301,43 @@ def split_bounds(
     in_turn_s = [stage.in_turn_s for stage in stages]
     # Some stage has its even share or more, which was priced between the two.
     step_s = min(float(stage.step_s[len(stage.step_s) // 2]) for stage in stages)
-    vpp, count, others = shape.vpp, shape.stages, shape.grad_accum - 1
+    count, others = shape.stages, shape.grad_accum - 1
     used = [0, 2] if count == 2 else [0, 1, 2]
     slope = (stages[1].ramp_s[-1] - stages[1].ramp_s[0]) / max(high - low, 1)
     middle_s = stages[1].ramp_s[0] + (of_middle - low) * slope
-    sum_s = (ramp_s[0] + (count - 2) * middle_s + ramp_s[2]) / vpp
-    hidden = (0.0, ramp_s[0] / vpp, sum_s - ramp_s[2] / vpp)
-    second_s = np.max([sum_s - ramp_s[k] / vpp + both_s[k] - in_turn_s[k] - hidden[k] for k in used], axis=0)
+    sum_s = ramp_s[0] + (count - 2) * middle_s + ramp_s[2]
+    hidden = (0.0, ramp_s[0], sum_s - ramp_s[2])
+    second_s = np.max([sum_s - ramp_s[k] + both_s[k] - in_turn_s[k] - hidden[k] for k in used], axis=0)
     rest_s = step_s + second_s + _in_turn_times(shape) * min(in_turn_s)
-    if vpp > 1:
-        return np.asarray((others * ramp_s[used].max(axis=0) + rest_s) * (1 - 1e-9))
     behind = [sum_s - ramp_s[0], ramp_s[2], np.zeros_like(sum_s)]
     following = [count - 1, 1 if others > 1 else count - 2, 0]
     steady = [
-        steady_of(ramp_s[k], 0.5 * ramp_s[k], 0.0, Ends(shape.grad_accum, following[k]), behind[k])
+        steady_of(ramp_s[k], 0.5 * ramp_s[k], 0.0, Ends.of(shape.grad_accum, following[k], count), behind[k])
         for k in used
     ]
     return np.asarray((np.max(steady, axis=0) + rest_s) * (1 - 1e-9))
+
+
+def _chunked_bounds(
+    shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes], table: NDArray[np.intp]
+) -> Array:
+    """The same where chunks take turns."""
+    low, high = int(table.min()), int(table.max())
+    roles = [0, *[1] * (shape.stages - 2), 2]
+    along = (table - low) / max(high - low, 1)
+    t_s = np.stack(
+        [
+            stages[role].t_s[0] + (stages[role].t_s[-1] - stages[role].t_s[0]) * along[:, position]
+            for position, role in enumerate(roles)
+        ],
+        axis=1,
+    )
+    # Of all but t what the fewest layers have.
+    extra_s = np.array([float((stages[role].both_s - stages[role].t_s).min()) for role in roles])
+    # Some stage has its even share or more, which was priced between the two.
+    step_s = min(float(stage.step_s[len(stage.step_s) // 2]) for stage in stages)
+    shares = first_chunk_shares(int(table[0].sum()), shape.stages, shape.vpp)
+    return np.asarray((_chunks_s(shape, t_s, t_s + extra_s, shares) + step_s) * (1 - 1e-9))
 
 
 @lru_cache(maxsize=256)

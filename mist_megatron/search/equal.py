@@ -69,7 +69,7 @@ def _solve_per_stage(
         {count: c.front(shape.vpp).beside(more) for count, c in here.items()}
         for here, more in zip(configs, crossed, strict=True)
     ]
-    pipelines = in_line(fronts, layers, chunked=shape.vpp > 1)
+    pipelines = in_line(fronts, layers, chunks=shape.vpp)
     answer = assign_by(question, pipelines, shape.grad_accum * shape.vpp, best_s)
     if answer is None:
         return Solved(tally=tally)

@@ -129,14 +129,21 @@ def _least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> 
     ramp_s = layers_s + ends[0].ramp_s + (ends[1].ramp_s if last else 0.0)
     if last > 1:
         ramp_s = ramp_s + (last - 1) * _beyond_layers(question, shapes, range(1, last), slopes).ramp_s
-    second_s = ramp_s - ends[0].ramp_s + ends[0].both_s
+    second_s = once_of(first) * ramp_s - ends[0].ramp_s + ends[0].both_s
     steady_s = np.array([others_of(shape) for shape in shapes]) * np.maximum(ramp_s, 0.0) / first.stages
     return np.asarray((steady_s + second_s + np.maximum(ends[0].step_s, ends[1].step_s)) * (1 - 1e-9))
 
 
 def others_of(shape: EqualPipeline) -> float:
     """Times that the slowest stage's t is in a step at least, besides once with all others: warm-up passes
-    fill half a pass of its waits each at most."""
-    others = shape.grad_accum * shape.vpp - 1
-    skipped = 0 if shape.vpp > 1 else min(shape.stages - 1, others)
-    return others - 0.5 * skipped
+    fill half a pass of its waits each at most. Where chunks take turns the first ones may be of small layers:
+    of these the slowest stage's passes are all that is sure."""
+    if shape.vpp > 1:
+        return shape.grad_accum * shape.vpp
+    others = shape.grad_accum - 1
+    return others - 0.5 * min(shape.stages - 1, others)
+
+
+def once_of(shape: EqualPipeline) -> float:
+    """How often the t of all stages are in a step besides."""
+    return 0.0 if shape.vpp > 1 else 1.0

@@ -21,14 +21,16 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.chunk_ends import ends_of
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.predict import predict
+from mist_megatron.cost.terms import ZERO
 from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, slot_at
-from mist_megatron.search.kind_bounds import least_slopes, others_of, sum_of_layers
+from mist_megatron.search.kind_bounds import least_slopes, once_of, others_of, sum_of_layers
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.points import Ends, steady_s
+from mist_megatron.search.points import Ends, path_s, steady_s
 from mist_megatron.search.slots import Slot, around_of, slots_grid, slots_of
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
@@ -116,6 +118,10 @@ class _Slots:
     d_s: Array
     step_s: Array
     in_turn_s: Array
+    first_s: Array
+    """The first chunk ..."""
+    last_s: Array
+    """... and the last one, there and back."""
     fits: dict[int, NDArray[np.bool_]]
     """By position in the pipeline, where slots of this role may stand."""
 
@@ -142,7 +148,7 @@ class _Priced:
     def rest_s(self) -> Array:
         """By configuration: least of all but what the slowest stage takes for the other micro-batches."""
         first = self.slots[role_of(0, self.shape.stages)]
-        sums_s = self.least_s + np.min(first.d_s, axis=0)
+        sums_s = once_of(self.shape) * self.least_s + np.min(first.d_s, axis=0)
         return np.asarray(sums_s, dtype=np.float64)
 
     @cached_property
@@ -210,7 +216,8 @@ def _price_role(
     """Slots of one role: those with the same kinds at their ends in one grid."""
     evaluator, (positions, every) = question.evaluator, slots
     configs = int(np.prod([axes[name].size for name in AXES]))
-    parts = {name: np.full((len(every), configs), np.inf) for name in ("t", "longer", "d", "step", "in_turn")}
+    names = ("t", "longer", "d", "step", "in_turn", "first", "last")
+    parts = {name: np.full((len(every), configs), np.inf) for name in names}
     fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
     ends = [around_of(question, shape, slot) for slot in every]
     choices = Choices(space=question.space, shape=shape, step=question.step)
@@ -235,7 +242,8 @@ def _price_role(
         for name, values in _seconds(question, shape, grid).items():
             parts[name][rows] = np.where(valid, flat(values, len(rows)), np.inf)
     place = {slot: row for row, slot in enumerate(every)}
-    return _Slots(place, parts["t"], parts["longer"], parts["d"], parts["step"], parts["in_turn"], fits)
+    t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s = (parts[name] for name in names)
+    return _Slots(place, t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s, fits)
 
 
 def _seconds(question: SearchProblem, shape: EqualPipeline, grid: StageGrid) -> dict[str, Array]:
@@ -246,19 +254,22 @@ def _seconds(question: SearchProblem, shape: EqualPipeline, grid: StageGrid) -> 
     backward_s: Array = np.zeros(())
     for count, load in zip(grid.by_kind, evaluator.loads(grid).blocks, strict=True):
         backward_s = backward_s + count.layers * load.backward_s
+    ends = (ZERO, ZERO) if shape.vpp == 1 else ends_of(grid, times.stable, times.edge_s, beyond_t)
     return {
         "t": t_s,
-        "longer": np.maximum(0.5 * t_s, backward_s),
+        "longer": np.maximum(0.5 * t_s, backward_s / shape.vpp),
         "d": times.delta.at(grid) + beyond_d,
         "step": times.step.at(grid),
         "in_turn": times.in_turn_s,
+        **dict(zip(("first", "last"), ends, strict=True)),
     }
 
 
 class _End(NamedTuple):
-    """The stages from a layer to the end of the model."""
+    """The stages from a layer to the end of the model; their step takes the sum of all but the first."""
 
-    t_s: float
+    behind_s: float
+    """t, or the last chunks of each where chunks take turns."""
     steady_s: float
     second_s: float
     step_s: float
@@ -326,21 +337,22 @@ def _with_stage(priced: _Priced, stage: tuple[int, int], pairs: Sequence[tuple[S
     rows = np.array([slots.place[slot] for slot, _ in pairs], dtype=np.intp)
     behind_s, steady, second, step = np.array([end[:4] for _, end in pairs]).T
     t_s, d_s = slots.t_s[rows, config], slots.d_s[rows, config]
-    ends = Ends(shape.grad_accum * shape.vpp, 0 if shape.vpp > 1 else shape.stages - 1 - position)
+    ends = Ends.of(shape.grad_accum * shape.vpp, shape.stages - 1 - position, shape.stages, shape.vpp)
     more_s, more_in_turn_s = priced.crossed_s[position]
     t_s, in_turn_s = t_s + more_s, slots.in_turn_s[rows, config] + more_in_turn_s
-    own = steady_s(t_s, np.maximum(slots.longer_s[rows, config], 0.5 * t_s), in_turn_s, ends, behind_s)
-    sums = np.stack(
-        [
-            behind_s + t_s,
-            np.maximum(steady, own),
-            np.maximum(second, d_s + (behind_s + t_s)),
-            np.maximum(step, slots.step_s[rows, config]),
-        ],
-        axis=1,
-    )
+    longer_s = np.maximum(slots.longer_s[rows, config], 0.5 * t_s)
+    if shape.vpp > 1:
+        first_s, last_s = slots.first_s[rows, config], slots.last_s[rows, config]
+        path = path_s(t_s, longer_s, ends, behind_s)
+        hides_s = np.minimum(first_s, t_s)
+        parts = behind_s + last_s, np.maximum(steady + first_s, path), np.maximum(second - hides_s, d_s)
+    else:
+        own = steady_s(t_s, longer_s, in_turn_s, ends, behind_s)
+        behind_s = behind_s + t_s
+        parts = behind_s, np.maximum(steady, own), np.maximum(second, d_s + behind_s)
+    sums = np.stack([*parts, np.maximum(step, slots.step_s[rows, config])], axis=1)
     summed = zip(sums.tolist(), pairs, strict=True)
     return [
-        _End(t_s, steady_s, second_s, step_s, (slot, *end.slots))
-        for (t_s, steady_s, second_s, step_s), (slot, end) in summed
+        _End(behind, most, late, last, (slot, *end.slots))
+        for (behind, most, late, last), (slot, end) in summed
     ]

@@ -65,13 +65,12 @@ def _assign_milp(
     problem += total
     _add_sizes(problem, pipelines, options, picks)
     for index, (time, extra, last) in enumerate(zip(times, extras, steps, strict=True)):
-        following = 0 if pipelines.chunked else len(stages) - 1 - index
-        ends = Ends(grad_accum, following)
+        ends = Ends.of(grad_accum, len(stages) - 1 - index, len(stages), pipelines.chunks)
         problem += steady >= _without_behind(stages[index], options[index], picks[index], ends) / scale
-        if 0 < following < grad_accum - 1:
+        if ends.waits_twice:
             in_turn = _in_turn(stages[index], options[index], picks[index]) * (grad_accum - 1.5) / scale
             behind = pulp.lpSum(times[index + 1 :])
-            problem += steady >= (grad_accum - 1 - following) * time + in_turn + behind
+            problem += steady >= (grad_accum - 1 - ends.filling) * time + in_turn + behind
         problem += step >= last
         problem += second >= extra + pulp.lpSum(times[index:])
     if np.isfinite(best_s):
@@ -87,7 +86,7 @@ def _assign_milp(
         raise RuntimeError(f"{solver} ended without a proof: {pulp.LpSolution[problem.sol_status]}")
     chosen = [choices[_picked(row)] for choices, row in zip(options, picks, strict=True)]
     points = [Point.of(stages[k][size], index) for k, (size, index) in enumerate(chosen)]
-    value_s = value_of(points, grad_accum, chunked=pipelines.chunked)
+    value_s = value_of(points, grad_accum, chunks=pipelines.chunks)
     if value_s >= best_s:
         return None
     return Assignment(tuple(size for size, _ in chosen), tuple(index for _, index in chosen), value_s)

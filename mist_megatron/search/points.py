@@ -94,23 +94,43 @@ def steady_s(
     ends: Ends,
     behind_s: Array | float,
 ) -> Array:
-    """u of stages: all micro-batches but one, and what warm-up passes leave of the waits for the stages
-    behind, less these stages' times, which others count. Of one that sends in turn all that crosses its
-    borders is its own, and not its neighbours' besides."""
-    others, following = ends.grad_accum - 1, ends.following
-    skipped = min(following, others)
-    waits_s = -skipped * (front_t_s - longer_s)
-    if 0 < following < others:
-        waits_s = np.maximum(waits_s, behind_s - 0.5 * in_turn_s - following * front_t_s)
-    return np.asarray(others * (front_t_s + in_turn_s) + waits_s)
+    """u of stages: all passes but one, and what warm-up passes leave of the waits for the stages behind, less
+    these stages' times, which others count. Of one that sends in turn all that crosses its borders is its
+    own, and not its neighbours' besides."""
+    waits_s = -ends.filling * (front_t_s - longer_s)
+    if ends.waits_twice:
+        waits_s = np.maximum(waits_s, behind_s - 0.5 * in_turn_s - ends.filling * front_t_s)
+    return np.asarray((ends.passes - 1) * (front_t_s + in_turn_s) + waits_s)
+
+
+def path_s(t_s: Array, longer_s: Array, ends: Ends, later_s: Array | float) -> Array:
+    """All passes of a stage whose chunks take turns, and its waits at least: for the last chunks of the
+    stages behind, which take so long."""
+    waits_s = np.maximum(later_s - ends.filling * (t_s - longer_s), 0.0)
+    if ends.waits_twice:
+        waits_s = np.maximum(waits_s, 2.0 * later_s - ends.filling * t_s)
+    return np.asarray(ends.passes * t_s + waits_s)
 
 
 class Ends(NamedTuple):
     """What of a pipeline says how much of a stage's waits its warm-up passes fill."""
 
-    grad_accum: int
-    following: int
-    """Stages that follow; none where warm-up passes fill nothing."""
+    passes: int
+    """Micro-batches, or chunks of them where these take turns."""
+    filling: int
+    """Warm-up passes that fill a wait, ..."""
+    waits_twice: bool
+    """... of which there are two, if there are stages behind and passes of both kinds in between."""
+
+    @staticmethod
+    def of(passes: int, following: int, stages: int, chunks: int = 1) -> Ends:
+        """Of a stage before so many others, of so many stages in all."""
+        if chunks == 1:
+            room, filling = passes - 1, following
+        else:
+            # Passes of the chunks before the last fill none (`spec.interleaved`).
+            room, filling = max(passes - 1 - (chunks - 1) * stages, 0), 2 * following
+        return Ends(passes, min(filling, room), 0 < filling < room)
 
 
 class Point(NamedTuple):
@@ -133,18 +153,16 @@ class Point(NamedTuple):
         return Point(t_s, longer_s, front.in_turn_s, float(front.d_s[row]), step_s)
 
 
-def value_of(points: Sequence[Point], grad_accum: int, *, chunked: bool = False) -> float:
+def value_of(points: Sequence[Point], passes: int, *, chunks: int = 1) -> float:
     """The least time of a step with these configurations, first to last."""
-    return sum(parts_of(points, grad_accum, chunked=chunked))
+    return sum(parts_of(points, passes, chunks=chunks))
 
 
-def parts_of(
-    points: Sequence[Point], grad_accum: int, *, chunked: bool = False
-) -> tuple[float, float, float]:
+def parts_of(points: Sequence[Point], passes: int, *, chunks: int = 1) -> tuple[float, float, float]:
     """U, the second maximum, and the longest step that hides behind nothing."""
     behind, second, steady = 0.0, -np.inf, -np.inf
     for following, point in enumerate(reversed(points)):
-        ends = Ends(grad_accum, 0 if chunked else following)
+        ends = Ends.of(passes, following, len(points), chunks)
         steady = max(steady, float(steady_s(point.t_s, point.longer_s, point.in_turn_s, ends, behind)))
         behind += point.t_s
         second = max(second, point.d_s + behind)

@@ -69,12 +69,12 @@ def slots_grid(
     starts, lengths = _chunks(job.model.layers, slots, shape.vpp)
     again = np.minimum(again[None, None, :], lengths[..., None])
     begin = starts[..., None] if first_ones else starts[..., None] + lengths[..., None] - again
-    counts = []
+    counts, of_chunks = [], []
     for kind in range(len(job.model.kinds)):
         until = np.array([0, *accumulate(int(k == kind) for k in job.model.kind_of_layer)], dtype=np.float64)
-        layers = (until[starts + lengths] - until[starts]).sum(axis=1)
-        ckpt = (until[begin + again] - until[begin]).sum(axis=1)
-        counts.append(LayerCount(layers.reshape(-1, 1, *one), ckpt.reshape(len(slots), -1, *one)))
+        layers, ckpt = until[starts + lengths] - until[starts], until[begin + again] - until[begin]
+        counts.append(_sized(layers.sum(axis=1), ckpt.sum(axis=1)))
+        of_chunks.append([_sized(layers[:, end], ckpt[:, end]) for end in (0, -1)])
     grid = stage_grid(shape, slot_at(shape, position, 1), axes, recompute=recompute)
     return replace(
         grid,
@@ -82,7 +82,14 @@ def slots_grid(
         counts=tuple(counts),
         runs=runs,
         before=before,
+        end_chunks=tuple(zip(*of_chunks, strict=True)) if shape.vpp > 1 else (),
     )
+
+
+def _sized(layers: Array, ckpt: Array) -> LayerCount:
+    """By slot and configuration: layers, and those of them that are recomputed, by slot and number."""
+    one = (1,) * (len(AXES) - 1)
+    return LayerCount(layers.reshape(-1, 1, *one), ckpt.reshape(len(layers), -1, *one))
 
 
 def _chunks(total: int, slots: Sequence[Slot], vpp: int) -> tuple[Ints, Ints]:

@@ -74,6 +74,17 @@ def split_table(layers: int, stages: int, vpp: int) -> NDArray[np.intp]:
 
 
 @lru_cache(maxsize=4096)
+def first_chunk_shares(layers: int, stages: int, vpp: int) -> NDArray[np.float64]:
+    """By split and stage, what the first chunk takes of a stage's t at least: it has its share of what is not
+    of layers, and all of what embedding or head add to it."""
+    rows = [
+        [min(1.0 / vpp, chunks[0] / sum(chunks)) for chunks in chunk_layers(split, vpp)]
+        for split in layer_splits(layers, stages, vpp)
+    ]
+    return np.array(rows).reshape(-1, stages)
+
+
+@lru_cache(maxsize=4096)
 def least_held(layers: int, stages: int, vpp: int, grad_accum: int) -> tuple[float, ...]:
     """By stage: micro-batches in flight at least, whatever the split."""
     if vpp == 1:

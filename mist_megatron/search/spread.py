@@ -272,17 +272,22 @@ def _steps(
     sum_s = loads.sum(axis=0) + parts.first_s + parts.last_s
     mean_s = sum_s / stages
     share = -(-model.layers // stages)
-    most_s = np.maximum(mean_s, share * loads.min(axis=0))
+    least_s = loads.min(axis=0)
     split_s = np.maximum(mean_s, least_maximum(loads, parts.first_s, parts.last_s, stages))
-    sum_s, mean_s, most_s, split_s, once_s = (
-        part[index] for part in (sum_s, mean_s, most_s, split_s, parts.once_s)
+    sum_s, mean_s, least_s, split_s, once_s = (
+        part[index] for part in (sum_s, mean_s, least_s, split_s, parts.once_s)
     )
-    others = grad_accum * vpp - 1.0
+    others = grad_accum - 1.0
+    # Where chunks take turns, the slowest stage's passes, and those of the last stage but one, which has its
+    # share or more, behind the first chunks of middle ones, that have one layer less at most.
+    chunk = np.ceil((share - 1) / vpp)
+    of_layers = grad_accum * share + max(stages - 3, 0) * chunk
+    chunked_s = np.maximum(grad_accum * mean_s, of_layers * least_s)
     # Of the slowest stage b with f behind it, m is its t and B theirs: all stages take at most m, so that
     # what warm-up passes fill of its waits is at most f m - B <= stages (m - mean).
     filled = np.minimum(0.5 * np.minimum(stages - 1.0, others) * split_s, stages * (split_s - mean_s))
-    steady_s = np.where(vpp > 1.0, others * most_s, others * split_s - filled)
-    return np.asarray(((steady_s + sum_s) / vpp + once_s) * (1 - 1e-9))
+    passes_s = np.where(vpp > 1.0, chunked_s, others * split_s - filled + sum_s)
+    return np.asarray((passes_s + once_s) * (1 - 1e-9))
 
 
 def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array:

@@ -45,7 +45,7 @@ class StageConfigs:
     def front(self, chunks: int = 1) -> Front:
         """As one stage, or as one of its chunks."""
         ramp_s = (self.t_s - self.in_turn_s) / chunks
-        return Front(ramp_s, self.d_s, self.step_s, self.in_turn_s, self.backward_s)
+        return Front(ramp_s, self.d_s, self.step_s, self.in_turn_s, self.backward_s / chunks)
 
 
 @dataclass

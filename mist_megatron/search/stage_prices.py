@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from mist_megatron.cost.chunk_ends import edges_s
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import ON_HOST, StageGrid
 from mist_megatron.cost.predict import in_turn_share, refined
@@ -47,6 +48,8 @@ class Times:
     """Part of t: what a stage without chunks sends to its neighbours."""
     tied_s: Array
     """Part of d: gradients of a token table that two stages share."""
+    edge_s: Array
+    """Part of t that is of embedding and head."""
 
     @staticmethod
     def of(evaluator: StageEvaluator, grid: StageGrid, without: tuple[Term, ...] = ()) -> Times:
@@ -65,6 +68,7 @@ class Times:
             in_turn_share(context.facts) * sent.fixed,
             sent.fixed,
             delta.get(Term.TIED_EMBEDDINGS, Linear()).fixed,
+            edges_s(terms.stable),
         )
 
 

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.chunk_ends import ends_of
+from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, Ints, per_chunk_counts, slot_at, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.points import Ends, steady_s
+from mist_megatron.search.points import Ends, path_s, steady_s
 from mist_megatron.search.solution import StageChoice
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.stage_prices import Times, beyond_linear, with_axes
@@ -41,7 +42,9 @@ class _Stage(NamedTuple):
 
     chunks: tuple[int, ...]
     ckpt: tuple[float, ...]
-    """Recomputed layers, by choice."""
+    """Recomputed layers, by choice, ..."""
+    ends: tuple[tuple[float, ...], tuple[float, ...]]
+    """... of the first and of the last chunk."""
 
 
 class _StageTimes(NamedTuple):
@@ -52,6 +55,10 @@ class _StageTimes(NamedTuple):
     d_s: Array
     step_s: Array
     in_turn_s: Array
+    first_s: Array
+    """The first chunk ..."""
+    last_s: Array
+    """... and the last one, there and back."""
 
     def of(self, rows: Ints) -> _StageTimes:
         """Of these rows."""
@@ -77,7 +84,7 @@ class SplitGrids:
         self.own = np.array([[k < len(own) for k in range(most)] for own in counts])
         """By split: numbers of recomputed layers that are not there only because others have more."""
         self.stages = [
-            [_Stage(each, _recomputed(each, own, most)) for each in of_stages]
+            [_stage(each, own, most) for each in of_stages]
             for own, of_stages in zip(counts, chunks, strict=True)
         ]
         """By split and position."""
@@ -134,7 +141,16 @@ class SplitGrids:
         grid = stage_grid(self.shape, slot, self.axes, recompute=self.recompute)
         layers = np.array([float(sum(stage.chunks)) for stage in stages]).reshape(-1, 1, *_ONE)
         ckpt = np.array([stage.ckpt for stage in stages]).reshape(len(stages), -1, *_ONE)
-        return replace(grid, layers=layers, ckpt=ckpt)
+        return replace(grid, layers=layers, ckpt=ckpt, end_chunks=self._end_chunks(stages))
+
+    def _end_chunks(self, stages: Sequence[_Stage]) -> tuple[tuple[LayerCount, ...], ...]:
+        """Layers of the first and of the last chunks."""
+        if self.shape.vpp == 1:
+            return ()
+        layers = np.array([(stage.chunks[0], stage.chunks[-1]) for stage in stages], dtype=np.float64)
+        ckpt = np.array([stage.ends for stage in stages])
+        sized = [part.reshape(len(stages), 2, -1, *_ONE) for part in (layers, ckpt)]
+        return tuple((LayerCount(*(part[:, end] for part in sized)),) for end in (0, 1))
 
     def _fitting(self) -> NDArray[np.bool_]:
         """By split and configuration: whether all stages fit. Of stages that are alike the first holds
@@ -169,11 +185,13 @@ class SplitGrids:
         grid = self._grid(position, stages)
         times = Times.of(evaluator, grid)
         beyond_t, beyond_d = beyond_linear(evaluator, grid)
+        ends = (np.zeros(()),) * 2 if vpp == 1 else ends_of(grid, times.stable, times.edge_s, beyond_t)
         parts = (
             (times.stable.at(grid) - times.in_turn_s + beyond_t) / vpp,
             times.delta.at(grid) + beyond_d,
             times.step.at(grid),
             times.in_turn_s,
+            *ends,
         )
         return _StageTimes(*(with_axes(np.asarray(part), len(AXES) + 1) for part in parts))
 
@@ -182,8 +200,7 @@ class SplitGrids:
         shape, evaluator = self.shape, self.question.evaluator
         splits = [self.stages[split] for split in some]
         priced: dict[StageRole, tuple[dict[_Stage, int], _StageTimes]] = {}
-        behind = step = np.zeros(())
-        steady = second = np.full((), -np.inf)
+        reached = _NOTHING
         crossed = crossings_s(evaluator, shape)
         layer_backward_s = evaluator.loads(self._grid(0, splits[0][:1])).block.backward_s
         for position in reversed(range(shape.stages)):
@@ -195,22 +212,56 @@ class SplitGrids:
                 priced[role] = places, self._times(position, list(kinds))
             places, times = priced[role]
             here = [stages[position] for stages in splits]
-            t_s, d_s, step_s, in_turn_s = times.of(np.array([places[stage] for stage in here], dtype=np.intp))
-            t_s, in_turn_s = (
-                part + more for part, more in zip((t_s, in_turn_s), crossed[position], strict=True)
-            )
+            own = times.of(np.array([places[stage] for stage in here], dtype=np.intp))
+            more_s, more_in_turn_s = crossed[position]
+            own = own._replace(t_s=own.t_s + more_s, in_turn_s=own.in_turn_s + more_in_turn_s)
             layers = np.array([float(sum(stage.chunks)) for stage in here]).reshape(-1, 1, *_ONE)
-            following = 0 if shape.vpp > 1 else shape.stages - 1 - position
-            ends = Ends(shape.grad_accum * shape.vpp, following)
-            longer_s = np.maximum(0.5 * t_s, layers * layer_backward_s)
-            steady = np.maximum(steady, steady_s(t_s, longer_s, in_turn_s, ends, behind))
-            behind = behind + t_s
-            second = np.maximum(second, d_s + behind)
-            step = np.maximum(step, step_s)
-        return np.asarray(steady + second + step)
+            longer_s = np.maximum(0.5 * own.t_s, layers * layer_backward_s / shape.vpp)
+            ends = Ends.of(shape.grad_accum * shape.vpp, shape.stages - 1 - position, shape.stages, shape.vpp)
+            reached = (_with_chunks if shape.vpp > 1 else _with_stage)(reached, own, longer_s, ends)
+        return np.asarray(reached.steady_s + reached.second_s + reached.step_s)
 
 
-def _recomputed(chunks: tuple[int, ...], counts: Array, size: int) -> tuple[float, ...]:
-    """Recomputed layers of a stage by number per chunk; the last again where there are fewer numbers."""
-    recomputed = np.minimum(counts[:, None], np.array(chunks)).sum(axis=1)
-    return tuple(float(recomputed[min(k, len(recomputed) - 1)]) for k in range(size))
+class _Reached(NamedTuple):
+    """The stages from one on to the last; what their step takes at least is the sum of all but the first."""
+
+    behind_s: Array
+    """t, or their last chunks."""
+    steady_s: Array
+    second_s: Array
+    step_s: Array
+
+
+_NOTHING = _Reached(np.zeros(()), np.full((), -np.inf), np.full((), -np.inf), np.zeros(()))
+
+
+def _with_stage(reached: _Reached, own: _StageTimes, longer_s: Array, ends: Ends) -> _Reached:
+    """With a stage before them."""
+    behind_s = reached.behind_s + own.t_s
+    steady = steady_s(own.t_s, longer_s, own.in_turn_s, ends, reached.behind_s)
+    return _Reached(
+        behind_s,
+        np.maximum(reached.steady_s, steady),
+        np.maximum(reached.second_s, own.d_s + behind_s),
+        np.maximum(reached.step_s, own.step_s),
+    )
+
+
+def _with_chunks(reached: _Reached, own: _StageTimes, longer_s: Array, ends: Ends) -> _Reached:
+    """The same of stages whose chunks take turns: what passes take, and what comes on top of that."""
+    path = path_s(own.t_s, longer_s, ends, reached.behind_s)
+    hides_s = np.minimum(own.first_s, own.t_s)
+    return _Reached(
+        reached.behind_s + own.last_s,
+        np.maximum(reached.steady_s + own.first_s, path),
+        np.maximum(reached.second_s - hides_s, own.d_s),
+        np.maximum(reached.step_s, own.step_s),
+    )
+
+
+def _stage(chunks: tuple[int, ...], counts: Array, size: int) -> _Stage:
+    """A stage by its chunks; recomputed layers by number per chunk, the last again where there are fewer."""
+    rows = np.minimum(np.arange(size), len(counts) - 1)
+    recomputed = np.minimum(counts[rows, None], np.array(chunks, dtype=np.float64))
+    sums, first, last = recomputed.sum(axis=1), recomputed[:, 0], recomputed[:, -1]
+    return _Stage(chunks, tuple(sums.tolist()), (tuple(first.tolist()), tuple(last.tolist())))

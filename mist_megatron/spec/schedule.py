@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from mist_megatron.errors import InputError
 from mist_megatron.spec import check
+from mist_megatron.spec.interleaved import ChunkedTimes, interleaved_s
 from mist_megatron.spec.passes import Order, Pass, PassCosts, PassKind, one_forward_one_backward
 from mist_megatron.spec.zero_bubble import zero_bubble_2p, zero_bubble_h1
 
@@ -23,11 +24,9 @@ ONE_F_ONE_B: ScheduleName = "1f1b"
 INTERLEAVED: ScheduleName = "interleaved"
 
 
-class StageTimes(Protocol):
+class StageTimes(ChunkedTimes, Protocol):
     """What closed forms ask of a stage (`cost.iteration.StageTiming` says what each is)."""
 
-    @property
-    def stable_s(self) -> float: ...
     @property
     def first_s(self) -> float: ...
     @property
@@ -36,8 +35,6 @@ class StageTimes(Protocol):
     def second_s(self) -> float: ...
     @property
     def weight_grad_s(self) -> float: ...
-    @property
-    def split_s(self) -> tuple[float, float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +46,8 @@ class ClosedForm:
     being computed included."""
     ramp_s: Callable[[StageTimes, int], float]
     """Of (stage, vpp): what one stage adds to filling and draining the pipeline."""
-    passes_s: Callable[[Sequence[StageTimes], Sequence[float], int], float]
-    """Of (stages, their ramps, grad_accum): from the first forward pass to the last backward pass."""
+    passes_s: Callable[[Sequence[StageTimes], Sequence[float], int, int], float]
+    """Of (stages, their ramps, grad_accum, vpp): from the first forward pass to the last backward pass."""
     ends_s: Callable[[Sequence[StageTimes], int], list[float]] | None = None
     """Of (stages, grad_accum): no sooner has each stage done its last backward pass; None: nobody knows."""
 
@@ -192,22 +189,31 @@ def _alone_s(stage: StageTimes, vpp: int) -> float:
     return stage.stable_s - stage.in_turn_s
 
 
-def _slowest_in_full_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
+def _slowest_in_full_s(
+    stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int, vpp: int
+) -> float:
     """The slowest stage computes all micro-batches in full; only the others shrink to their ramp."""
     slowest = max(range(len(stages)), key=lambda index: stages[index].stable_s)
     passes_s = grad_accum * stages[slowest].stable_s + sum(ramps) - ramps[slowest]
     return passes_s + sum(stage.first_s for stage in stages)
 
 
-def _one_after_the_other_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
+def _one_after_the_other_s(
+    stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int, vpp: int
+) -> float:
     """All forward passes, then all backward passes, each as slow as its slowest stage."""
     forward_s, backward_s = (max(stage.split_s[part] for stage in stages) for part in (0, 1))
     return (grad_accum - 1) * (forward_s + backward_s) + sum(ramps) + sum(stage.first_s for stage in stages)
 
 
-def _longest_path_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int) -> float:
+def _longest_path_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int, vpp: int) -> float:
     """Until the first stage's last backward pass: the longest of the paths that stand still at one stage."""
     return max(_paths_s(stages, grad_accum))
+
+
+def _of_chunks_s(stages: Sequence[StageTimes], ramps: Sequence[float], grad_accum: int, vpp: int) -> float:
+    """Chunks of all stages take turns."""
+    return interleaved_s(stages, grad_accum, vpp) + sum(stage.first_s for stage in stages)
 
 
 def _ends_s(stages: Sequence[StageTimes], grad_accum: int) -> list[float]:
@@ -321,8 +327,8 @@ _ALL = (
         closed_form=ClosedForm(
             in_flight=_interleaved_in_flight,
             # A chunk is handed on after 1/vpp of the layers.
-            ramp_s=lambda stage, vpp: stage.stable_s / vpp,
-            passes_s=_slowest_in_full_s,
+            ramp_s=lambda stage, vpp: min(sum(stage.first_chunk_s(vpp)), stage.stable_s / vpp),
+            passes_s=_of_chunks_s,
         ),
     ),
     Schedule(

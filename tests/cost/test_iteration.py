@@ -187,14 +187,6 @@ def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
     assert iteration_time(timing, 8, "interleaved", 1).total_s == pytest.approx(plain)
 
 
-def test_interleaving_is_eq1_with_v_times_the_micro_batches() -> None:
-    times = [5.0, 7.0, 6.0]
-    v, g = 2, 8
-    whole = [StageTiming(stable_s=t, delta_s=1.0) for t in times]
-    inter = iteration_time(whole, g, "interleaved", v).total_s
-    assert inter == pytest.approx(equation_1([t / v for t in times], v * g) + 1.0)
-
-
 def test_zero_bubble_h1_has_a_third_of_the_bubble_when_the_three_parts_are_equal() -> None:
     timing = [StageTiming(stable_s=3.0, delta_s=0.0, weight_grad_s=1.0)] * 4
     # Qi et al. 2023: (p - 1) (F + B - W) with F = B = W = 1.

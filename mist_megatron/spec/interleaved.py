@@ -1,0 +1,69 @@
+"""How long the passes of interleaved stages take, from those of their chunks.
+
+Of p stages with v chunks stage b runs 2 (p - 1 - b) + (v - 1) p forward passes ahead (or all G v), then one
+backward pass for each forward pass, then the backward passes that are left. A micro-batch that comes to stage
+b for the first time has been through the first chunks of the stages before it, and the last one that leaves
+it goes back through the same; in between stage b runs all of its own passes, and may wait twice:
+
+* a micro-batch's last chunks of the stages behind b, there and back, z_j each, are done before the first
+  backward pass of b, which has run 2 (j - b) forward passes besides since it handed on what stage j turns
+  round first: max_j (z_b+1 + ... + z_j - 2 (j - b) f_b / v);
+* a stage before b takes longer for its first chunk, of which it runs p in a row before any other, as far as
+  that is longer than the sends of a micro-batch through all stages, for which b waits then in any case.
+
+At the end both happen again, with backward passes. With so few micro-batches that all forward passes come
+before all backward passes there is one such wait and not two. So
+
+    T = max_b [ sum_{i<b} (f_i + b_i of chunk 1) + G t_b + wait_f + wait_b ]
+
+Every bracket is a path through the schedule, so that T is never longer than the longest one (but where the
+chunks that fill a wait are longer than the mean of the stage's); tests hold it against that one. With equal
+stages whose chunks are equal, T = G t + (p - 1) t / v (Narayanan et al., SC'21).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class ChunkedTimes(Protocol):
+    """What is asked of a stage (`cost.iteration.StageTiming` says what each is)."""
+
+    @property
+    def stable_s(self) -> float: ...
+    @property
+    def split_s(self) -> tuple[float, float]: ...
+    @property
+    def round_s(self) -> float: ...
+    def first_chunk_s(self, vpp: int) -> tuple[float, float]: ...
+    def last_chunk_s(self, vpp: int) -> float: ...
+
+
+def passes_ahead(following: int, stages: int, passes: int, vpp: int) -> int:
+    """Forward passes of a stage before which it has no backward pass, so many stages being behind it, of the
+    `passes` of all its chunks."""
+    return min(2 * following + (vpp - 1) * stages, passes - 1)
+
+
+def interleaved_s(stages: Sequence[ChunkedTimes], grad_accum: int, vpp: int) -> float:
+    """From the first forward pass to the first stage's last backward pass."""
+    count, passes = len(stages), grad_accum * vpp
+    ahead = [passes_ahead(count - 1 - index, count, passes, vpp) for index in range(count)]
+    first = [stage.first_chunk_s(vpp) for stage in stages]
+    last = [stage.last_chunk_s(vpp) for stage in stages]
+    paths, before_s = list[float](), 0.0
+    slowest = (0.0, 0.0)
+    for index, stage in enumerate(stages):
+        waits = []
+        for own, whole_s, slower_s in zip(first[index], stage.split_s, slowest, strict=True):
+            behind_s, longest_s = 0.0, 0.0
+            for other in range(index + 1, count):
+                behind_s += last[other]
+                longest_s = max(longest_s, behind_s - (ahead[index] - ahead[other]) * whole_s / vpp)
+            waits.append(longest_s + max((count - 1) * (slower_s - own) - stage.round_s, 0.0))
+        waits_s = sum(waits) if ahead[index] < passes - 1 else max(waits)
+        paths.append(before_s + grad_accum * stage.stable_s + waits_s)
+        before_s += sum(first[index])
+        slowest = max(slowest[0], first[index][0]), max(slowest[1], first[index][1])
+    return max(paths)
