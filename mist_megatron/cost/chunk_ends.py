@@ -79,5 +79,5 @@ def chunk_parts(
     there_s = ZERO if edge is None else edge.forward_s + edge.forward_collective_s
     sent = Term.PIPELINE_P2P not in work.context.without
     round_s = (grid.stages * mean_hop_s(work)).item() if sent else 0.0
-    edge = there_s.item(), edge_s.item()
-    return ChunkParts(first_s.item(), last_s.item(), edge, round_s, grid.role)
+    both_s = there_s.item(), edge_s.item()
+    return ChunkParts(first_s.item(), last_s.item(), both_s, round_s, grid.role)

@@ -25,6 +25,14 @@ def test_laws_hold_on_random_jobs(target: str) -> None:
     assert tally.held["the plan fits"] + tally.held["nothing fits"] == JOBS_EACH
 
 
+@pytest.mark.parametrize("seed", [802_000_031, 802_000_072, 802_000_127, 901_000_027])
+def test_chunks_of_embedding_or_head_alone_are_told_as_they_are_played(seed: int) -> None:
+    """Six layers in eight chunks, told 6 to 11 % too slow once."""
+    tally = Tally()
+    check(random_job(seed), tally, brief=True)
+    assert not tally.broke, tally.broke
+
+
 def test_traffic_beside_products_wants_the_sequence_shared_out() -> None:
     """Three unequal stages of one GPU each once had it, which `predict` and `emit` refused."""
     tally = Tally()
