@@ -473,6 +473,9 @@ def _once(grid: StageGrid, runs: int | Array, kept: Array, whole: Array) -> Line
     it has no others."""
     if not np.any(runs) or not (kept.any() or whole.any()):
         return Linear()
+    if grid.interleaved:
+        # A chunk of an embedding or a head alone is none.
+        runs = np.minimum(runs, grid.layers)
     if kept is whole or not np.any(grid.ckpt):
         return Linear(runs * kept)
     having = np.minimum(grid.layers - grid.ckpt, runs)
