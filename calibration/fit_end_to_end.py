@@ -2,7 +2,8 @@
 
     python calibration/fit_end_to_end.py a100 MEASURED/end_to_end/vtrain_a100.csv \\
         MEASURED/end_to_end/megatron_papers_a100.csv MEASURED/other/published_perf.csv
-    python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv
+    python calibration/fit_end_to_end.py h100 MEASURED/other/published_perf.csv \\
+        MEASURED/end_to_end/nvidia_h100_bf16.csv MEASURED/end_to_end/nvidia_h100_fp8.csv --rows 15
     python calibration/fit_end_to_end.py b200 MEASURED/end_to_end/simumax_b200.csv
     python calibration/fit_end_to_end.py gb200 MEASURED/other/published_perf.csv \\
         MEASURED/end_to_end/nvidia_gb200.csv
@@ -99,13 +100,15 @@ CHIPS: Mapping[str, Chip] = {
     ),
     "h100": Chip(
         gpus=("h100-sxm-80gb",),
-        start={"gemm_peak_fraction": 0.68, "gemm_half_area": 2e6, "gemm_half_depth": 115.0,
-               "memory_fraction": 0.65, **_COMMON, "inter_fraction": 0.74,
+        # Waves and edges of products are A100's, on as many more multiprocessors (132 for 108). By its power
+        # products of 8 bits may reach less of their peak.
+        start={"gemm_peak_fraction": 0.68, "gemm_half_area": 7.2e5, "gemm_half_depth": 115.0,
+               "memory_fraction": 0.65, **_COMMON, "inter_fraction": 0.74, EIGHT_BIT: 1.0,
                "attention_forward_fraction": 0.6, "attention_backward_fraction": 0.5},
         # A network cannot give more than it has; attention stays near what is assumed of current kernels.
         held={"memory_fraction": 3e-2, "inter_fraction": 0.1, "gemm_half_area": 3e-3, "gemm_half_depth": 3e-3,
-              "attention_forward_fraction": 1e-2, "attention_backward_fraction": 1e-2},
-        sources=("llm-foundry", "nvidia_h100_bf16"),
+              "attention_forward_fraction": 1e-2, "attention_backward_fraction": 1e-2, EIGHT_BIT: 2e-2},
+        sources=("llm-foundry", "nvidia_h100_bf16", "nvidia_h100_fp8"),
     ),
     # Tables of isolated products say what a cool chip does; under a training load power limits its clock.
     "b200": Chip(

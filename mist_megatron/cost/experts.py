@@ -26,7 +26,7 @@ from mist_megatron.cost.shapes import (
     UNEVEN,
 )
 from mist_megatron.cost.symbols import ETP, EXPERT_WIDTH, EXPERTS, HIDDEN, SP, TOP_K
-from mist_megatron.cost.works import collective_work, memory_work, products
+from mist_megatron.cost.works import collective_work, memory_work, products, summed_gradients
 from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.kinds import Dispatcher
 from mist_megatron.spec.mesh import Group
@@ -99,12 +99,14 @@ def _with_launches(operator: Operator, dispatcher: Dispatcher) -> Operator:
 def _router(experts: ExpertSpec) -> Operator:
     forward, backward = products("router", ROWS, (EXPERTS, HIDDEN), eight_bit=False)
     passed = FULL * EXPERTS * ROWS
+    readers = 2 + bool(experts.shared_ffn_hidden) + experts.shared_gate
     return Operator(
         name="router",
         forward=(*forward, memory_work("router_scores", SCORE_PASSES * passed, kernels=SCORE_KERNELS)),
         backward=(
             memory_work("router_scores_backward", SCORE_PASSES / number(2) * passed, kernels=4),
             *backward,
+            *summed_gradients("normed2", readers, ROWS * HIDDEN),
         ),
         saved=(
             SavedTensor(key="normed2", size_bytes=ACTIVATION),
@@ -171,6 +173,7 @@ def _shared(experts: ExpertSpec, gates: int, *, bias: bool, eight_bit: bool) -> 
             forward=(
                 collective_work("shared_scatter", WorkKind.REDUCE_SCATTER, SP * whole),
                 collective_work("shared_reduce", WorkKind.ALL_REDUCE, (1 - SP) * whole),
+                memory_work("shared_add", 3 * ACTIVATION),
             ),
             backward=(collective_work("shared_back", WorkKind.ALL_GATHER, SP * whole),),
         ),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mist_megatron.cost.algebra import Expr
 from mist_megatron.cost.operators import ZERO, Operator, SavedTensor, WorkKind
 from mist_megatron.cost.shapes import ACTIVATION, FULL, HALF, KEY, QUERY, ROWS, TOKENS
@@ -18,7 +20,7 @@ from mist_megatron.cost.symbols import (
     TP,
     VALUE_DIM,
 )
-from mist_megatron.cost.works import collective_work, memory_work, products
+from mist_megatron.cost.works import collective_work, memory_work, products, summed_gradients
 from mist_megatron.spec.experts import LatentAttention
 
 QUERY_WIDTH: Expr = HEADS * (NOPE_DIM + ROPE_DIM) / TP
@@ -35,6 +37,9 @@ def latent_inputs(
     """From the normed input to queries, keys and values. Matrices down to the latents lie whole on every
     tensor-parallel rank, which runs them over its own rows; only latents are gathered."""
     kv_down = _down("kv_down", KV_LATENT + ROPE_DIM, "kv_latent", eight_bit)
+    # Queries are made of the same rows.
+    summed = summed_gradients("normed1", 2, ROWS * HIDDEN)
+    kv_down = replace(kv_down, backward=(*kv_down.backward, *summed))
     kv_norm = _latent_norm("kv_norm", KV_LATENT, statistics_bytes)
     kv_up = _up("kv_up", (KV_UP_WIDTH, KV_LATENT), "kv_latent_normed", eight_bit)
     queries: tuple[Operator, ...]

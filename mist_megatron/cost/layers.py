@@ -33,6 +33,7 @@ from mist_megatron.cost.projections import (
     with_adapters,
 )
 from mist_megatron.cost.recurrent import output_gate, scan_operators, slowed
+from mist_megatron.cost.residual import dropout, residual
 from mist_megatron.cost.shapes import (
     ACTIVATION,
     FULL,
@@ -110,6 +111,11 @@ class LayerOptions:
         """Bytes of an element of dropout's masks."""
         return Fraction(1, 2 if self.by_halves else 1)
 
+    @property
+    def dropped(self) -> Fraction | None:
+        """The same; None where nothing is dropped."""
+        return self.mask if self.dropout else None
+
 
 def block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]:
     """One transformer layer of that shape."""
@@ -177,14 +183,14 @@ def _in_sequence(
         norm("norm1", model, options, reads="input"),
         *plain,
         *after[:1],
-        _residual("residual1", options),
+        residual("residual1", options.dropped),
         *_to_encoder(model, options),
     )
     second = (
         norm("norm2", model, options, reads="middle"),
         *inside,
         *after[1:],
-        _residual("residual2", options),
+        residual("residual2", options.dropped),
     )
     return (*(() if model.half == "mlp" else first), *(second if model.has_mlp else ()))
 
@@ -211,7 +217,7 @@ def _to_encoder(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...]
             eight_bit=options.eight_bit,
         ),
         reduced_rows("cross_own_reduce"),
-        _residual("cross_residual", options),
+        residual("cross_residual", options.dropped),
     )
 
 
@@ -286,7 +292,9 @@ def _whole_block(model: LayerSpec, options: LayerOptions) -> tuple[Operator, ...
     if model.parallel_block:
         # Attention and MLP are added before the one reduction over tensor-parallel ranks.
         entry = _parallel_entry(model, options)
-        return (*entry, *attention, *mlp, reduced_rows("reduce1"), _residual("residual", options))
+        # Two norms read the input beside the residual stream; or attention and the MLP what the one gives.
+        after = residual("residual", options.dropped, readers=3)
+        return (*entry, *attention, *mlp, reduced_rows("reduce1"), after)
     return _in_sequence(model, options, attention, mlp)
 
 
@@ -314,7 +322,7 @@ def embedding(model: ModelSpec, options: LayerOptions) -> tuple[Operator, ...]:
             )
         )
     if options.dropout:
-        operators.append(_dropout("embedding_dropout", options))
+        operators.append(dropout("embedding_dropout", options.mask))
     return tuple(operators)
 
 
@@ -470,26 +478,4 @@ def _activation(model: LayerSpec, gates: int) -> Operator:
         forward=(memory_work("activation", (gates + 1) * inner),),
         backward=(memory_work("activation_backward", (2 * gates + 1) * inner),),
         saved=(SavedTensor(key="mlp_hidden", size_bytes=gates * inner),),
-    )
-
-
-def _residual(name: str, options: LayerOptions) -> Operator:
-    """Dropout of a branch and its addition to the residual stream, one fused kernel."""
-    size = options.mask * ACTIVATION / 2
-    mask = (SavedTensor(key=f"{name}_mask", size_bytes=size),) if options.dropout else ()
-    extra = ACTIVATION / 2 if options.dropout else ZERO
-    return Operator(
-        name=name,
-        forward=(memory_work(f"{name}_forward", 3 * ACTIVATION + extra),),
-        backward=(memory_work(f"{name}_backward", 2 * ACTIVATION + extra),) if options.dropout else (),
-        saved=mask,
-    )
-
-
-def _dropout(name: str, options: LayerOptions) -> Operator:
-    return Operator(
-        name=name,
-        forward=(memory_work(f"{name}_forward", 5 * ACTIVATION / 2),),
-        backward=(memory_work(f"{name}_backward", 5 * ACTIVATION / 2),),
-        saved=(SavedTensor(key=f"{name}_mask", size_bytes=options.mask * ACTIVATION / 2),),
     )

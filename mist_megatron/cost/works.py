@@ -22,6 +22,13 @@ def memory_work(name: str, moved: Expr, kernels: int = 1) -> Work:
     return Work(name=name, kind=WorkKind.MEMORY, moved_bytes=moved, kernels=kernels)
 
 
+def summed_gradients(name: str, readers: int, elements: Expr) -> tuple[Work, ...]:
+    """Of a tensor of 16 bits that several operators read: autograd adds up what each of them gives, two at a
+    time."""
+    sums = readers - 1
+    return (memory_work(f"{name}_sum", 3 * sums * HALF * elements, kernels=sums),) if sums else ()
+
+
 def collective_work(name: str, kind: WorkKind, message: Expr, group: Group = Group.TENSOR) -> Work:
     """A collective of a full message."""
     return Work(name=name, kind=kind, moved_bytes=message, group=group)

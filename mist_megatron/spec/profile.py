@@ -103,7 +103,8 @@ class KernelCurves:
     """Clock under a training load over the clock of short benchmarks, where power or heat limits it:
     matrix products and attention take that much longer than the tables say. None for 1."""
     eight_bit_sustained_fraction: Quantity | None = None
-    """The same of products with 8-bit operands, where other libraries ran them than those of the tables."""
+    """The same of products with 8-bit operands, where other libraries ran them than those of the tables, or
+    power limits them more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -388,11 +388,11 @@ class HostWork:
 
 
 EAGER_PYTORCH = HostWork(
-    per_launch_s=6.09e-05,
-    per_peer_s=1.81e-05,
-    per_micro_batch_s=0.00111,
-    per_exchange_s=0.000598,
-    per_step_s=0.00161,
+    per_launch_s=5.89e-05,
+    per_peer_s=1.72e-05,
+    per_micro_batch_s=0.00102,
+    per_exchange_s=0.000566,
+    per_step_s=0.00147,
 )
 """Eager PyTorch under Megatron: on 2 to 8 A100 the published runs of vTrain (MICRO 2024) with hidden 1024
 and one or two sequences take 3.6 ms per layer and micro-batch whatever the tensor-parallel size, for the

@@ -149,6 +149,7 @@ def balance(layer, shape: MixtureShape) -> None:
 def measure(shape: MixtureShape, tp: int, ep: int) -> dict[str, int]:
     import torch
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from summed import Adding
     from torch.utils.flop_counter import FlopCounterMode
 
     layer = build_layer(shape, tp, ep)
@@ -174,13 +175,14 @@ def measure(shape: MixtureShape, tp: int, ep: int) -> dict[str, int]:
     # Before the backward pass fills again what was thrown away.
     saved = sum(t.untyped_storage().nbytes() for t in kept.values())
     counter = FlopCounterMode(display=False)
-    with counter:
+    with counter, Adding(x.numel()) as adding:
         out.sum().backward()
     experts = sum(p.numel() for n, p in layer.named_parameters() if "local_experts" in n)
     return {
         "saved_bytes": saved,
         "forward_flops": forward,
         "backward_flops": counter.get_total_flops(),
+        "summed": adding.times,
         "parameters": sum(p.numel() for p in layer.parameters()),
         "expert_parameters": experts,
     }

@@ -133,6 +133,7 @@ def measure(shape: LayerShape, sequence_parallel: bool, recompute: str, tp: int)
     import torch
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.tensor_parallel import checkpoint
+    from summed import Adding
     from torch.utils.flop_counter import FlopCounterMode
 
     layer = build_layer(shape, sequence_parallel, recompute, tp)
@@ -159,12 +160,13 @@ def measure(shape: LayerShape, sequence_parallel: bool, recompute: str, tp: int)
         out = checkpoint(run, False, x) if recompute == "full" else run(x)
     forward = counter.get_total_flops()
     counter = FlopCounterMode(display=False)
-    with counter:
+    with counter, Adding(x.numel()) as adding:
         out.sum().backward()
     return {
         "saved_bytes": sum(t.untyped_storage().nbytes() for t in kept.values()),
         "forward_flops": forward,
         "backward_flops": counter.get_total_flops(),
+        "summed": adding.times,
         "parameters": sum(p.numel() for p in layer.parameters()),
     }
 

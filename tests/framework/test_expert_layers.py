@@ -11,6 +11,7 @@ from local_layers import local_differences
 from measure_experts import SHAPES, MixtureShape
 from plain_values import value_of
 from ranks import run_ranks
+from summed import told
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.layers import (
@@ -164,3 +165,23 @@ def test_a_layer_is_what_megatron_builds(shape, tp, ep):
     assert found["backward_flops"] == number(backward_flops(operators) + sum(again, start=ZERO))
     kept = saved_bytes(operators, "selective" if shape.modules else "none")
     assert found["saved_bytes"] == number(kept + sum(differences(shape, model), start=ZERO))
+
+
+def summed(name: str) -> tuple[int, int]:
+    """As the graph has it, and as was counted."""
+    shape = next(shape for shape in SHAPES if shape.name == name)
+    graph = block(model_of(shape).kinds[-1], LayerOptions(flash_attention=False))
+    return told(graph), measured(1, 1)[name]["summed"]
+
+
+@pytest.mark.parametrize("name", ["latent", "narrow", "dense"])
+def test_gradients_that_are_added_up(name):
+    """Of the residual stream, and of what several matrices read; two norms for the CPU add one each."""
+    expected, found = summed(name)
+    assert found == expected + 2
+
+
+def test_a_gate_of_shared_experts_reads_the_input_too():
+    gated, shared, plain = summed("gate"), summed("shared"), summed("mixtral")
+    assert gated[0] - shared[0] == gated[1] - shared[1] == 1
+    assert shared[0] - plain[0] == 1

@@ -11,6 +11,7 @@ from local_layers import local_differences
 from measure_layers import RECOMPUTE, SHAPES, LayerShape
 from plain_values import value_of
 from ranks import run_ranks
+from summed import told
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.layers import (
@@ -102,3 +103,12 @@ def test_flops_and_parameters(shape, tp):
     assert found["forward_flops"] == int(value_of(forward_flops(operators), numbers))
     assert found["backward_flops"] == int(value_of(backward_flops(operators), numbers))
     assert found["parameters"] == int(value_of(parameters(operators), numbers))
+
+
+@pytest.mark.parametrize(
+    "shape", [shape for shape in SHAPES if shape.family == "gpt"], ids=lambda shape: shape.name
+)
+def test_gradients_that_are_added_up(shape):
+    """RMSNorm of torch for the CPU adds some of its own, LayerNorm none."""
+    found = measured(1)[f"{shape.name}/0/none"]
+    assert found["summed"] == told(block(model_of(shape), options_of(shape))) == 2
