@@ -253,7 +253,8 @@ class _Run:
             if leaders is not None:
                 spread = leaders.kept(place, made.spread(place, leaders.families(place)))
                 least = None if way.least is None else self._asked([way.least])[0][1]
-                bounded, told = of_possible(least, self._bounded(place)), leaders.told(place)
+                bounded = of_possible(least, self._bounded(place))
+                told = leaders.told(place) if spread else (math.inf, None)
                 orders.append(
                     ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), told)
                 )
