@@ -15,7 +15,7 @@ MORE = 1.05
 @pytest.mark.parametrize(
     ("target", "space", "gpus", "layers", "limit_gib", "priced", "solved"),
     [
-        ("mist", "mist", 4, 4, 3.0, 63_216, 20),
+        ("mist", "mist", 4, 4, 3.0, 71_091, 20),
         ("mist", "mist", 8, 5, 40.0, 10_014, 10),
         ("megatron+patches", "full", 8, 6, 3.0, 237_285, 91),
         ("megatron+patches", "full", 8, 8, 40.0, 5_902, 31),
