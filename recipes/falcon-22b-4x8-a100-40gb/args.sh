@@ -16,6 +16,7 @@ MEGATRON_DEEPSPEED_ARGS=(
   --pipeline-model-parallel-size 1
   --no-pipeline-parallel
   --bf16
+  --cpu-optimizer
   --deepspeed-activation-checkpointing
   --checkpoint-activations
 )

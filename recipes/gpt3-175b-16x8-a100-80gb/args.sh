@@ -22,7 +22,7 @@ MEGATRON_ARGS=(
   --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 8
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
+  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6|t*6L'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer

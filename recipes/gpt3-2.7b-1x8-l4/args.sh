@@ -23,7 +23,7 @@ MEGATRON_ARGS=(
   --global-batch-size 128
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*5|t*5|t*4|t*4|t*4|t*4|t*4|ttL'
+  --pipeline-model-parallel-layout 'Et*6|t*6|t*6|t*6|t*5|tttL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce

@@ -23,7 +23,7 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Ettt|t*5|t*5|t*5|t*4|t*4|t*4|ttL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce

@@ -27,7 +27,8 @@ MEGATRON_ARGS=(
   --micro-batch-size 1
   --global-batch-size 2048
   --tensor-model-parallel-size 4
-  --pipeline-model-parallel-size 4
+  --pipeline-model-parallel-size 2
+  --context-parallel-size 2
   --sequence-parallel
   --pipeline-model-parallel-layout 'Ett|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|ttL'
   --use-distributed-optimizer
