@@ -67,7 +67,7 @@ def test_peak_within_two_percent(shape, tracked):
     # LayerNorm on CPU keeps its statistics in the precision of its input.
     memory = stage_memory(model, LayerOptions(norm_statistics_bytes=4), MEMORY, StageRole.ONLY)
     numbers = {
-        s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.DP: 1, s.SP: 0,
+        s.B: batch, s.S: seq, s.TP: 1, s.CP: 1, s.DP: 1, s.INSTANCES: 1, s.SP: 0,
         s.RECOMPUTE["selective"]: 0, s.LAYERS: layers,
         s.CKPT: 0, s.IN_FLIGHT: 1, s.Z1: 0, s.Z2: 0, s.Z3: 0, **dict.fromkeys(s.OFFLOAD.values(), 0),
         s.HIDDEN: hidden, s.FFN: ffn, s.HEADS: heads, s.KV_HEADS: heads, s.HEAD_DIM: hidden // heads,
