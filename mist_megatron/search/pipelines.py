@@ -229,8 +229,7 @@ def _in_sub_groups(job: Job, family: Family, space: Space, limits: Limits) -> It
     """A family with the numbers of sub-groups in which optimizer states, or a second copy of the weights, may
     be whole; of those that spread experts where each sub-group has all of them."""
     shape, spreads = family
-    copied = space.second_weights or limits.fixed.get("hpz", job.execution.hpz_size) is not None
-    if copied:
+    if space.second_weights or limits.fixed.get("hpz", job.execution.hpz_size) not in (None, 1):
         numbers = weight_copies(job, space, limits, shape)
         apart = (tuple(n for n in numbers if n == 1), tuple(n for n in numbers if n > 1))
         yield from ((replace(shape, instances=some), spreads) for some in apart if some)

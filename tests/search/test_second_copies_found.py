@@ -14,6 +14,7 @@ from mist_megatron.ask.tune import tune
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.frameworks.deepspeed.convert import candidates
 from mist_megatron.search.limits import parse_limits
+from mist_megatron.search.pipelines import families
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import space_named
 from mist_megatron.spec.plan import Plan, StagePlan
@@ -128,3 +129,13 @@ def test_most_of_them() -> None:
 def test_what_it_has_not_is_refused(words: dict, said: str) -> None:
     with pytest.raises(mist_megatron.InputError, match=said):
         mist_megatron.tune(**{**SLOW, **words})
+
+
+def test_none_asked_for_leaves_sub_groups_of_other_targets() -> None:
+    """Targets without copies have their own sub-groups of optimizer states all the same."""
+    job = replace(spread_job(2, batch=24, seq=1024), target="megatron")
+    job = replace(job, cluster=replace(job.cluster, nodes=4, gpus_per_node=2))
+    space = replace(FULL, second_weights=False, zero=(1,))
+    asked = ("instances=2",)
+    some, none = (list(families(job, space, parse_limits(fix, (), ()))) for fix in (asked, (*asked, "hpz=1")))
+    assert some and none == some
