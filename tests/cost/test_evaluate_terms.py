@@ -185,8 +185,9 @@ def test_reductions_longer_than_layers_end_one_after_the_other() -> None:
     assert delta["last_backward_traffic"] == pytest.approx(2000 + 6 * 5000 - 6 * 2000)
 
 
-ROUND_S = 3 * (HOP_S + HOST_S / 6) * 9 / 8
-"""A layer's share of sends and host work of three passes of a chunk, of which 8 layers have 9."""
+ROUND_S = 3 * (HOP_S + HOST_S / 6)
+"""A layer's share of sends and host work of three passes of a chunk, of which the largest of 3 stages, with 3
+of 8 layers, has one a layer."""
 
 
 @pytest.mark.parametrize(
@@ -299,33 +300,33 @@ def test_interleaved_boundaries() -> None:
 
 
 def test_interleaved_sends_longer_than_a_layer() -> None:
-    """2 chunks on 3 stages of a model of 8 layers: a layer has 3/4 of a send, 5.25 s, to hide behind a
-    forward pass of 2 s and 1 s of its collectives, and behind a backward pass of 4 s: 2.25 s and 0.25 s
-    are left, less what the host does between passes."""
-    slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 4, "backward_collective_s": 1}
+    """2 chunks on 3 stages of a model of 8 layers, of which the largest has 3: a layer has 2/3 of a send,
+    14/3 s, to hide behind a forward pass of 2 s and 1 s of its collectives, and behind a backward pass of
+    4 s: 5/3 s and 2/3 s are left, less what the host does between passes."""
+    slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 3, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 2.5, abs=HOST_S)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 7 / 3, abs=HOST_S)
     # A trip through 6 chunks takes 5 hops each way, instead of what 5 pairs of passes wait.
-    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 5 * GRID.layers * 2.5 / 2, abs=5 * HOST_S)
+    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 5 * GRID.layers * 7 / 3 / 2, abs=5 * HOST_S)
 
 
 def test_interleaved_sends_between_the_two_passes() -> None:
-    """Longer than forward by 2.25 s, shorter than backward: one chunk in two waits for its round trip."""
+    """Longer than forward by 5/3 s, shorter than backward: one chunk in two waits for its round trip."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 8, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 2.25 / 2, abs=HOST_S)
-    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * GRID.layers * 2.25 / 2 / 2, abs=5 * HOST_S)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 5 / 3 / 2, abs=HOST_S)
+    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * GRID.layers * 5 / 3 / 2 / 2, abs=5 * HOST_S)
 
 
 def test_what_is_made_again_hides_sends_with_all_its_work() -> None:
-    """Of 5.25 s a forward pass of 1 s and its collective leave 3.25; where the layer is made again, a
-    backward pass of 1 s, its collective and both of the layer's once more leave 1.25."""
+    """Of 14/3 s a forward pass of 1 s and its collective leave 8/3; where the layer is made again, a
+    backward pass of 1 s, its collective and both of the layer's once more leave 2/3."""
     each = ("forward_s", "forward_collective_s", "backward_s", "backward_collective_s")
     block = replace(BLOCK, **{name: array(1) for name in each})
     stable, _ = terms_of("megatron", replace(GRID, vpp=2, ckpt=GRID.layers), block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * (3.25 + 1.25), abs=HOST_S)
+    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 10 / 3, abs=HOST_S)
 
 
 def test_of_two_stages_a_chunk_sends_once() -> None:
@@ -340,17 +341,17 @@ def test_of_two_stages_a_chunk_sends_once() -> None:
 
 
 def test_a_head_fills_waits_for_the_link() -> None:
-    """Two sends of 5.25 s a layer and pair against 6 s of passes leave 4.5 s, in which the head may run."""
+    """Two sends of 14/3 s a layer and pair against 6 s of passes leave 10/3 s, in which the head may run."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 2, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     head = replace(BLOCK, forward_s=array(2), backward_s=array(4))
     grid = replace(GRID, vpp=2)
     middle, _ = terms_of("megatron", grid, block=block)
     last, _ = terms_of("megatron", replace(grid, role=StageRole.LAST), block=block, head=head)
-    assert middle["pipeline_p2p"] == pytest.approx(GRID.layers * 4.5, abs=HOST_S)
-    # A stage has 8/3 layers: each hides 3/8 of the head.
+    assert middle["pipeline_p2p"] == pytest.approx(GRID.layers * 10 / 3, abs=HOST_S)
+    # The largest stage has 3 layers: each hides a third of the head.
     hidden_s = middle["pipeline_p2p"] - last["pipeline_p2p"]
-    assert hidden_s == pytest.approx(GRID.layers * 6.0 * 3 / 8)
+    assert hidden_s == pytest.approx(GRID.layers * 6.0 / 3)
 
 
 def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
