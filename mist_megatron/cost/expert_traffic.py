@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.terms import ZERO, Again, LayerLoad, Linear, StageLoads, TimeContext
+from mist_megatron.cost.terms import ZERO, Again, LayerLoad, StageLoads, TimeContext
 from mist_megatron.cost.traffic import scattered_whole, whole_buckets
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array
@@ -81,13 +81,6 @@ def expert_count(grid: StageGrid, loads: StageLoads) -> Array:
         if np.any(block.expert_parameters):
             count = count + layers.layers * block.expert_parameters
     return count
-
-
-def expert_gather(grid: StageGrid, experts: Array, context: TimeContext) -> Linear:
-    """Updated weights of experts, when nothing hides it."""
-    width = context.weight_bytes
-    once = whole_buckets("all_gather", width * experts, width, grid, context, Group.EXPERT_SHARDS)
-    return Linear(np.where(grid.zero == 1, once, 0.0))
 
 
 def reduced_once(count: Array, grid: StageGrid, context: TimeContext, group: Group) -> Array:

@@ -92,6 +92,16 @@ def narrow_elements(operators: Sequence[Operator]) -> NarrowElements:
     return NarrowElements(sum((operator.parameters for operator in cast), start=ZERO) - experts, experts)
 
 
+def gathers_narrow(job: Job) -> bool:
+    """Whether updated weights travel as the 8 bits that products read (uint8 parameters of
+    param_and_grad_buffer.py). Those of MXFP8 travel in 16, in the buffer of gradients, unless Megatron-FSDP
+    shards them, which gathers what either pass reads."""
+    execution = job.execution
+    if job.training.precision != "fp8" or not execution.fp8_param_gather:
+        return False
+    return bool(execution.megatron_fsdp) or execution.quantization != "mxfp8"
+
+
 def weight_beyond_bytes(job: Job) -> Fraction:
     """What a weight of such a matrix takes beyond its 16 bits; with `fp8_param_gather`, by which it has none,
     instead of these.

@@ -65,6 +65,8 @@ class Pairs:
             backward_collective_s=backward.stopping_s,
             parameters=self.sizes[f"{layer}_parameters"],
             expert_parameters=self.sizes.get(f"{layer}_expert_parameters", ZERO),
+            narrow=self.sizes.get(f"{layer}_narrow", ZERO),
+            narrow_experts=self.sizes.get(f"{layer}_narrow_experts", ZERO),
             forward_exchange_s=forward.exchange_s,
             backward_exchange_s=backward.exchange_s,
             dropped_exchange_s=ZERO if dropped is None else dropped.exchange_s,

@@ -17,7 +17,7 @@ from mist_megatron.cost.layer_memory import layer_memory
 from mist_megatron.cost.layers import LayerOptions
 from mist_megatron.cost.memory import edge_parameters, stage_memory
 from mist_megatron.cost.mtp import head_edge
-from mist_megatron.cost.narrow import weight_beyond_bytes
+from mist_megatron.cost.narrow import gathers_narrow, narrow_elements, weight_beyond_bytes
 from mist_megatron.cost.offloaded import moved_bytes
 from mist_megatron.cost.operators import ZERO, Operator
 from mist_megatron.cost.shapes import ACTIVATION, VOCAB_SHARE
@@ -90,6 +90,7 @@ def size_expressions(job: Job) -> dict[str, Expr]:
     )
     alone = edge_parameters(job.model, options, StageRole.ONLY)
     each: dict[str, Expr] = {}
+    narrow = gathers_narrow(job)
     for block in blocks(job.model, options):
         each[f"{block.kind.name}_parameters"] = block.parameters
         each[f"{block.kind.name}_expert_parameters"] = block.expert_parameters
@@ -98,6 +99,9 @@ def size_expressions(job: Job) -> dict[str, Expr]:
         if options.offloaded:
             moved = moved_bytes(block.kind, options)
             each[f"{block.kind.name}_moved_bytes"] = block.own(moved.copied)
+        if narrow:
+            each[f"{block.kind.name}_narrow"] = block.narrow.dense
+            each[f"{block.kind.name}_narrow_experts"] = block.narrow.experts
         if block.still != ZERO:
             each[f"{block.kind.name}_still"] = block.still
         if not job.model.alike:
@@ -110,6 +114,9 @@ def size_expressions(job: Job) -> dict[str, Expr]:
     ):
         if edge.frozen:
             each[f"{name}_still"] = edge.weights
+    if narrow:  # prediction layers after the last
+        of_head = narrow_elements(head_edge(job.model, options).operators)
+        each |= {"head_narrow": of_head.dense, "head_narrow_experts": of_head.experts}
     return {
         **each,
         "embedding_parameters": first[0],

@@ -118,6 +118,10 @@ class LayerLoad:
 
     expert_parameters: Array = field(default_factory=lambda: ZERO)
     """Of the parameters, those of routed experts."""
+    narrow: Array = field(default_factory=lambda: ZERO)
+    """Of all others, those that are gathered as the 8 bits that products read, ..."""
+    narrow_experts: Array = field(default_factory=lambda: ZERO)
+    """... and of routed experts."""
     forward_exchange_s: Array = field(default_factory=lambda: ZERO)
     """Of the collectives, those that take tokens to experts and back, forward ..."""
     backward_exchange_s: Array = field(default_factory=lambda: ZERO)

@@ -71,7 +71,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     if np.any(load.expert_parameters):
         gather, reduce = _with_experts(load, grid, context)
     else:
-        gather = _weight_gather(_gathered(weights, load, grid, context), grid, context)
+        gather = _weight_gather(_gathered(load, grid, context), grid, context)
         reduce = _reduction(context.grad_bytes * count, grid, context)
     if facts.host_copies.in_collectives:
         added, visits = _added_gradients(grid, count, grads_out, context), zero < 3
@@ -101,8 +101,14 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
     )
 
 
-def _gathered(weights: Array, load: LayerLoad, grid: StageGrid, context: TimeContext) -> Array:
+def gathered_bytes(count: Array, narrow: Array, context: TimeContext) -> Array:
+    """Of so many weights, some of which travel in 8 bits."""
+    return context.weight_bytes * count - (context.weight_bytes - 1.0) * narrow
+
+
+def _gathered(load: LayerLoad, grid: StageGrid, context: TimeContext) -> Array:
     """Frozen weights too where all are gathered; where only updated ones are, these."""
+    weights = gathered_bytes(load.parameters, load.narrow, context)
     if not np.any(load.still):
         return weights
     return weights + np.where(grid.zero >= 3, context.weight_bytes * load.still, 0.0)
@@ -140,10 +146,12 @@ def _with_experts(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tup
     gather: Array = ZERO
     reduce: Array = ZERO
     experts = load.expert_parameters
-    for count, group in ((load.parameters - experts, Group.DATA), (experts, Group.EXPERT_DATA)):
-        gather = gather + collective(
-            "all_gather", context.weight_bytes * count, grid, context, SUB_GROUP[group]
-        )
+    for count, narrow, group in (
+        (load.parameters - experts, load.narrow, Group.DATA),
+        (experts, load.narrow_experts, Group.EXPERT_DATA),
+    ):
+        gathered = gathered_bytes(count, narrow, context)
+        gather = gather + collective("all_gather", gathered, grid, context, SUB_GROUP[group])
         reduce = reduce + _reduction(context.grad_bytes * count, grid, context, group)
     return gather, reduce
 
@@ -293,13 +301,17 @@ def joined_s(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Ar
     gather: Array = ZERO
     reduce: Array = ZERO
     experts, every = load.expert_parameters, grid.zero >= 2.0
-    parts = ((load.parameters - experts, Group.DATA), (experts, Group.EXPERT_DATA))
-    for count, group in parts if np.any(experts) else parts[:1]:
-        own = count / replicas(grid, context, SUB_GROUP[group])
-        reduced_s = collective(kind, context.grad_bytes * own, grid, context, Group.INSTANCES)
+    parts = (
+        (load.parameters - experts, load.narrow, Group.DATA),
+        (experts, load.narrow_experts, Group.EXPERT_DATA),
+    )
+    for count, narrow, group in parts if np.any(experts) else parts[:1]:
+        among = replicas(grid, context, SUB_GROUP[group])
+        reduced_s = collective(kind, context.grad_bytes * (count / among), grid, context, Group.INSTANCES)
         reduce = reduce + np.where(every, reduced_s, 0.0)
         if joint:
-            gathered_s = collective("all_gather", context.weight_bytes * own, grid, context, Group.INSTANCES)
+            gathered = gathered_bytes(count / among, narrow / among, context)
+            gathered_s = collective("all_gather", gathered, grid, context, Group.INSTANCES)
             gather = gather + np.where(every, gathered_s, 0.0)
     return gather, reduce
 

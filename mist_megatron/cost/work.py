@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mist_megatron.cost.boundary import BoundaryWork, boundary_work
-from mist_megatron.cost.expert_traffic import expert_count, expert_gather, exposed_exchange, reduced_once
+from mist_megatron.cost.expert_traffic import expert_count, exposed_exchange, reduced_once
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.host_work import host_seconds
 from mist_megatron.cost.placed import slowest
@@ -30,7 +30,6 @@ from mist_megatron.cost.terms import (
 from mist_megatron.cost.traffic import (
     Traffic,
     accumulation_seconds,
-    collective,
     crossing_bytes,
     exposed_beside_products,
     gathers_on_arrival,
@@ -42,8 +41,8 @@ from mist_megatron.cost.traffic import (
     shard_passes_s,
     shares,
     step_copies_s,
-    whole_buckets,
 )
+from mist_megatron.cost.weight_gather import weight_gather
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
 from mist_megatron.spec.mesh import Group
@@ -365,9 +364,7 @@ def _step_work(
             once = once + reduced_once(experts, grid, context, Group.EXPERT_DATA)
         step[Term.GRADIENT_REDUCTION] = Linear(once)
     if not facts.step.gather_overlaps:
-        step[Term.WEIGHT_GATHER] = _weight_gather(grid, loads, count - experts, context)
-        if np.any(experts):
-            add_term(step, Term.WEIGHT_GATHER, expert_gather(grid, experts, context))
+        step[Term.WEIGHT_GATHER] = weight_gather(grid, loads, count - experts, experts, context)
     if loads.tied_parameters is not None:
         step[Term.TIED_EMBEDDINGS] = Linear(
             _tied_s(context.grad_bytes * loads.tied_parameters, grid, context)
@@ -408,27 +405,6 @@ def _gradients_to_states(grid: StageGrid, share: Array, context: TimeContext) ->
     ZeRO 1 does that on the GPU (stage_1_and_2.py, copy_grads_in_partition: micro_step_id is 0 when it
     reduces, with or without a pipeline)."""
     return host_copy(context.facts.step.grad_bytes * grid.offload.optimizer * share, "d2h", context)
-
-
-def _weight_gather(grid: StageGrid, loads: StageLoads, count: Array, context: TimeContext) -> Linear:
-    """Updated weights of ZeRO 1 and 2, when nothing hides it: in full buckets, or, where groups are stepped
-    by layer, one after the other."""
-    facts = context.facts
-    sharded = (grid.zero == 1) | (grid.zero == 2)
-    whole = context.weight_bytes * count
-    gather = whole_buckets("all_gather", whole, context.weight_bytes, grid, context, Group.SHARDS)
-    if not facts.step.by_place:
-        return Linear(np.where(sharded, gather, 0.0))
-    by_layer = sharded & ((grid.offload.weights > 0.0) | facts.step.in_first_forward)
-
-    def one(parameters: Array) -> Array:
-        each = collective("all_gather", context.weight_bytes * parameters, grid, context)
-        return np.where(by_layer, each, 0.0)
-
-    edges = [one(load.parameters) for load in (loads.embedding, loads.head) if load is not None]
-    at_once = np.where(sharded & ~by_layer, gather, 0.0)
-    layers = [of_kind(place, one(load.parameters)) for place, load in enumerate(loads.blocks)]
-    return sum(layers, start=Linear(sum(edges, start=at_once)))
 
 
 def _visits(
