@@ -209,8 +209,12 @@ class StageEvaluator:
         most, gpus = self.job.cluster.linked_gpus, grid.nodes * grid.gpus_per_node
         if most == self.job.cluster.gpus_per_node:
             return grid
-        inside = gpus if gpus <= most else math.gcd(gpus, most)
-        return replace(grid, nodes=gpus // inside, gpus_per_node=inside)
+        if isinstance(gpus, int):
+            inside = gpus if gpus <= most else math.gcd(gpus, most)
+            return replace(grid, nodes=gpus // inside, gpus_per_node=inside)
+        shared = np.gcd(gpus.astype(np.intp), most)
+        within = np.where(gpus <= most, gpus, shared.astype(np.float64))
+        return replace(grid, nodes=gpus // within, gpus_per_node=within)
 
     def terms(self, grid: StageGrid) -> StageTerms:
         """Every named part of t and d."""
@@ -452,7 +456,7 @@ class StageEvaluator:
         grids of a search."""
         packed = LayerSizes.of(grid).packed()
         distinct, positions = np.unique(packed.reshape(-1), return_inverse=True)
-        key = (grid.gpus_per_node, grid.sequence_parallel, grid.recompute, grid.placed)
+        key = (grid.sequence_parallel, grid.recompute, grid.placed)
         rows, priced = self._memo.pairs.get(key, ({}, None))
         pairs: list[complex] = distinct.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
@@ -484,7 +488,7 @@ class StageEvaluator:
             tp=sizes.tp,
             cp=cp,
             dp=np.ones(()),
-            gpus_per_node=grid.gpus_per_node,
+            gpus_per_node=sizes.gpus_per_node,
             ep=sizes.ep,
             etp=sizes.etp,
             instances=np.ones(()),

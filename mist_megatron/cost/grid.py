@@ -67,8 +67,8 @@ class StageGrid:
     """Configurations of one role and mesh; the arrays broadcast together (an open grid is cheapest)."""
 
     role: StageRole
-    nodes: int
-    gpus_per_node: int
+    nodes: int | Array
+    gpus_per_node: int | Array
     """GPUs of the stage = nodes * gpus_per_node = dp * tp * cp."""
     sequence_parallel: bool
     recompute: Recompute
@@ -89,7 +89,8 @@ class StageGrid:
     """... and that split each of them."""
     instances: Array = field(default_factory=lambda: ONE)
     """Sub-groups of replicas that hold all optimizer states."""
-    stages: int = 1
+    stages: int | Array = 1
+    """One in all configurations, two in all, or more in all."""
     vpp: int | Array = 1
     """Chunks of the stage: one each on all meshes, or several on all."""
     bridged: bool = False
@@ -140,7 +141,9 @@ class StageGrid:
 
 
 _APART = float(1 << 32)
-"""More than any micro-batch and any tensor-parallel size."""
+"""More than any micro-batch."""
+_RANKS_APART, _NODES_APART = float(1 << 20), float(1 << 36)
+"""More than any tensor-parallel size, and so many times the ranks that split an expert."""
 
 
 class LayerSizes(NamedTuple):
@@ -150,24 +153,25 @@ class LayerSizes(NamedTuple):
     tp: Array
     ep: Array
     etp: Array
+    gpus_per_node: int | Array
 
     @staticmethod
     def of(grid: StageGrid) -> LayerSizes:
         """Those of a grid."""
-        return LayerSizes(grid.micro_batch, grid.tp, grid.ep, grid.etp)
+        return LayerSizes(grid.micro_batch, grid.tp, grid.ep, grid.etp, grid.gpus_per_node)
 
     def packed(self) -> NDArray[np.complex128]:
-        """All four in one number, exactly."""
-        return np.asarray(
-            (self.micro_batch + _APART * (self.ep - 1.0)) + 1j * (self.tp + _APART * (self.etp - 1.0))
-        )
+        """All five in one number, exactly."""
+        ranks = self.tp + _RANKS_APART * (self.etp - 1.0) + _NODES_APART * self.gpus_per_node
+        return np.asarray((self.micro_batch + _APART * (self.ep - 1.0)) + 1j * ranks)
 
     @staticmethod
     def unpacked(packed: NDArray[np.complex128]) -> LayerSizes:
-        """The four again."""
+        """The five again."""
         ep, micro_batch = np.divmod(packed.real, _APART)
-        etp, tp = np.divmod(packed.imag, _APART)
-        return LayerSizes(micro_batch, tp, ep + 1.0, etp + 1.0)
+        gpus_per_node, ranks = np.divmod(packed.imag, _NODES_APART)
+        etp, tp = np.divmod(ranks, _RANKS_APART)
+        return LayerSizes(micro_batch, tp, ep + 1.0, etp + 1.0, gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)

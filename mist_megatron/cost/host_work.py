@@ -16,7 +16,7 @@ def host_seconds(grid: StageGrid, context: TimeContext) -> Array:
     if Term.HOST_WORK in context.without:
         return ZERO
     exchanges = 1 if context.facts.pipeline.sends_overlap_when_interleaved else grid.vpp
-    exchange_s = exchanges * context.facts.host.per_exchange_s if grid.stages > 1 else 0.0
+    exchange_s = exchanges * context.facts.host.per_exchange_s if np.max(grid.stages) > 1 else 0.0
     own_s = np.asanyarray(context.facts.host.per_micro_batch_s + exchange_s)
     return own_s + _maxima_s(grid, context) if context.agrees_on_maxima else own_s
 

@@ -181,7 +181,7 @@ def resharding_of(
 ) -> tuple[tuple[Array, Array], ...]:
     """Before each run, and before a head of its own strategy, forward and backward; `sample_bytes` is what
     each run gives of a sample, as the embedding gives what the first takes."""
-    samples, a_node = grid.micro_batch * grid.dp, grid.gpus_per_node
+    samples, a_node = grid.micro_batch * grid.dp, int(grid.gpus_per_node)
     begin, end = grid.edges
     layouts = [part.layout for part in (begin or grid.parts[0], *grid.parts, *([end] if end else []))]
     given = [sample_bytes[0], *sample_bytes][: len(layouts) - 1]

@@ -24,7 +24,7 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     borders of nodes. Where stages differ in size, each pays for what its own ranks send and receive. A stage
     of which no more is known than its role crosses nodes as seldom as one of these may (`least_sent`)."""
     grid, context, boundary = work.grid, work.context, work.boundary
-    if grid.stages <= 1:
+    if np.max(grid.stages) <= 1:
         return None, None
     overlaps = _beside_chunks(grid, context)
     # Chunks pass every boundary on their way, wherever their stage stands.
@@ -40,7 +40,8 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
         hop = _mean(sides)
     elif overlaps:
         # At a border of nodes a stage has one neighbour on each side of it.
-        own = (inside, across) if 0.0 < share < 1.0 else (hop, hop)
+        mixed = np.asarray((share > 0.0) & (share < 1.0))
+        own = (np.where(mixed, inside, hop), np.where(mixed, across, hop)) if mixed.any() else (hop, hop)
         return _sent_beside_chunks(_Sends(work, hop, own))
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
@@ -84,10 +85,16 @@ def _beside_chunks(grid: StageGrid, context: TimeContext) -> bool:
     return grid.interleaved and context.facts.pipeline.sends_overlap_when_interleaved
 
 
-def _crossing_share(grid: StageGrid, context: TimeContext, role: StageRole | None) -> float:
+def _crossing_share(grid: StageGrid, context: TimeContext, role: StageRole | None) -> float | Array:
+    def share(gpus: int) -> float:
+        alike = max(context.cluster_gpus // gpus, 2)
+        return boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
+
     gpus = grid.nodes * grid.gpus_per_node
-    alike = max(context.cluster_gpus // gpus, 2)
-    return boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
+    if isinstance(gpus, int):
+        return share(gpus)
+    sizes, places = np.unique(gpus, return_inverse=True)
+    return np.array([share(int(size)) for size in sizes])[places].reshape(gpus.shape)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,8 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
     link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
     round_trip = np.maximum(forward.waits_s, backward.waits_s)
     alone = np.maximum(share - sum(forward_parts) - sum(backward_parts), 0.0)
-    if stages == 2:
+    two = bool(np.all(stages == 2))
+    if two:
         # The chunk that sends once is half hidden by the one before, which still sends.
         once = np.maximum(alone, np.where(backward.waits_s > 0.0, 0.5 * forward.waits_s, 0.0))
         waits = exposed = ((chunks - 1) * np.maximum(link, round_trip) + once) / chunks
@@ -178,7 +186,7 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
         waits = np.maximum(link, trips)
         exposed = np.maximum(link - _edge_seconds(work.loads) * a_layer, trips)
     pairs = stages * chunks - 1
-    in_chunk = (alone if stages == 2 else stages * link) - pairs * slower - (pairs + stages) * waits
+    in_chunk = (alone if two else stages * link) - pairs * slower - (pairs + stages) * waits
     return slower + exposed, in_chunk / chunks
 
 
@@ -194,7 +202,7 @@ def _beside(sent: Array, parts: tuple[Array, Array, Array], factors: Array) -> _
     return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
 
 
-def layers_of_most(work: StageWork) -> int:
+def layers_of_most(work: StageWork) -> int | Array:
     """Of the largest stage where they have as many layers as they can: a stage with fewer, beside embedding
     or head, sends as often and waits for the others."""
     return -(-work.context.model_layers // work.grid.stages)

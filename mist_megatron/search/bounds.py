@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.choices import Ints, fractions
-from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.pipelines import EqualPipeline, slices_alike
 from mist_megatron.search.points import Ends, Front
 from mist_megatron.search.points import steady_s as steady_of
 from mist_megatron.search.space import Space
@@ -119,23 +119,29 @@ class EqualBound:
         return float(min(caps) * (1 + 1e-9)) + max(stage.in_turn_s for stage in self.stages)
 
 
+AT_ONCE = 128
+"""Shapes in one call: with all numbers of layers and the optimizer's fractions its arrays fit a cache."""
+
+
 def shape_bounds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
-    """Bounds of all shapes, priced in one batch per pipeline size and kind of schedule."""
+    """Bounds of all shapes, priced in one batch per kind of schedule: of one stage, two, or more."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
         counts = layer_counts(question, shape)
-        pipeline = shape.stages, shape.nodes, shape.sequence_parallel, shape.vpp > 1
+        pipeline = min(shape.stages, 3), shape.bridged, slices_alike(shape), shape.vpp > 1
         groups.setdefault((*pipeline, None if counts is None else len(counts)), []).append(index)
     bounds: list[EqualBound | None] = [None] * len(shapes)
     for members in groups.values():
-        question.tick()
-        for index, bound in zip(members, _group(question, [shapes[k] for k in members]), strict=True):
-            bounds[index] = bound
+        for begin in range(0, len(members), AT_ONCE):
+            question.tick()
+            some = members[begin : begin + AT_ONCE]
+            for index, bound in zip(some, _group(question, [shapes[k] for k in some]), strict=True):
+                bounds[index] = bound
     return [bound for bound in bounds if bound is not None]
 
 
 def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
-    stages = shapes[0].stages
+    stages = min(shapes[0].stages, 3)
     counts = [each for shape in shapes if (each := layer_counts(question, shape)) is not None]
     positions = (0, min(1, stages - 1), stages - 1)
     priced = {
@@ -369,6 +375,12 @@ def least_recompute(space: Space) -> Recompute:
     return partial[0] if len(space.recompute) == 1 and partial else "full"
 
 
+def _shared(meshes: Sequence[EqualPipeline], size: str) -> int | Array:
+    """A size of all meshes where they have the same, and else a column."""
+    sizes = {getattr(mesh, size) for mesh in meshes}
+    return int(sizes.pop()) if len(sizes) == 1 else _column(meshes, size)
+
+
 def _with_instances(meshes: Sequence[EqualPipeline]) -> tuple[list[EqualPipeline], Array, Ints]:
     """Each mesh once for each number of sub-groups of its replicas, these numbers, and where the rows of each
     begin."""
@@ -384,8 +396,9 @@ def least_times(
     role: StageRole,
     counts: Sequence[Sequence[int]] | None = None,
 ) -> list[LeastTimes]:
-    """Of stages of a role on meshes alike in nodes, sequence parallelism and whether there are several
-    chunks; by mesh, so many layers each, None is every number."""
+    """Of stages of a role on meshes alike in sequence parallelism (`slices_alike`), in whether there are
+    several chunks, and in having one stage, two or more; by mesh, so many layers each, None is every
+    number."""
     evaluator, first = question.evaluator, meshes[0]
     levels, zero = sorted({level for mesh in meshes for level in mesh.zero}), np.zeros((1, 1, 1, 1))
     shares = fractions(question.space.offload.optimizer, question.step)
@@ -394,9 +407,9 @@ def least_times(
     own, (meshes, instances, starts) = meshes, _with_instances(meshes)
     grid = StageGrid(
         role=role,
-        nodes=max(mesh.nodes for mesh in meshes),
-        gpus_per_node=first.gpus_per_node,
-        sequence_parallel=first.sequence_parallel,
+        nodes=_shared(meshes, "nodes"),
+        gpus_per_node=_shared(meshes, "gpus_per_node"),
+        sequence_parallel=any(mesh.sequence_parallel for mesh in meshes),
         recompute=least_recompute(question.space),
         layers=layers.reshape(*layers.shape, 1, 1),
         ckpt=zero,
@@ -411,7 +424,7 @@ def least_times(
         instances=instances,
         # The optimizer's share may make d smaller.
         offload=replace(alike(zero), optimizer=shares.reshape(1, 1, 1, -1)),
-        stages=first.stages,
+        stages=_shared(meshes, "stages"),
         vpp=_column(meshes, "vpp"),
         bridged=first.bridged,
     )

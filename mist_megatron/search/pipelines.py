@@ -111,6 +111,12 @@ Family = tuple[EqualPipeline, tuple[Spread, ...]]
 """A shape in its widest spread, and all of them."""
 
 
+def slices_alike(shape: EqualPipeline) -> bool:
+    """Whether a shape takes as long as one that splits sequences between attentions: on one tensor-parallel
+    rank that is the same as not to, in all but memory."""
+    return shape.sequence_parallel or shape.tp == 1
+
+
 def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
     """All shapes of a space for a job."""
     if job.cluster.groups:

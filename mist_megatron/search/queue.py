@@ -46,6 +46,9 @@ AT_ONCE, WIDER = 1.05, 2.0
 """Items whose floors are so near the least are looked at in one batch, and further on each time that was not
 enough: floors far below the bounds must not cost a call for each few of them. Not further than what is next
 in another way of execution, but for the first such step: a call costs more than the items it may spare."""
+MOST_DIVES, DIVE = 4, 1.25
+"""Items that are given before there is a plan, each of the way that promises most, whatever others may have:
+a plan spares looks at these. None that takes so many times what the first may take at least, or more."""
 PATIENCE = 1.1
 """Shapes are handed on one by one: what waits for others is looked at together with them."""
 
@@ -131,6 +134,12 @@ class Queue:
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
         return None
+
+    def promise_s(self) -> float:
+        """The least that anything which was not given yet may take, as far as is known."""
+        ready = self._ready[self.given : self.given + 1]
+        floor_s = self._floor_s()
+        return min(math.inf if floor_s is None else floor_s, *(value_s for value_s, _, _ in ready), math.inf)
 
     def head(self, limit_s: float, most_s: float) -> Pair | None:
         """The next item, where it is below the limit."""
@@ -260,6 +269,7 @@ class Orders:
         self._level = 0
         """Of the queues that gave the last item."""
         self._told_s = 0.0
+        self._dives = 0
 
     def __len__(self) -> int:
         return sum(map(len, self.orders))
@@ -273,7 +283,9 @@ class Orders:
     def next(self, limit_s: float) -> tuple[int, Pair] | None:
         """The next item whose bound is below a limit, and which way it is of."""
         for level, queues in enumerate(self._levels):
-            least = self._least(queues, limit_s)
+            least = self._promising(queues) if limit_s == math.inf else None
+            if least is None:
+                least = self._least(queues, limit_s)
             if least is None:
                 least = self._least(queues, limit_s, patient=False)
             if least is not None:
@@ -282,6 +294,18 @@ class Orders:
                 assert pair is not None
                 return least, pair
         self._level = len(self._levels)
+        return None
+
+    def _promising(self, queues: Sequence[Queue]) -> int | None:
+        """Which queue to ask first, while there is no plan."""
+        if self._dives >= MOST_DIVES or len(queues) == 1:
+            return None
+        self._dives += 1
+        promises_s = [queue.promise_s() for queue in queues]
+        limit_s = DIVE * min(promises_s)
+        for way in sorted(range(len(queues)), key=promises_s.__getitem__)[:MOST_DIVES]:
+            if queues[way].head(limit_s, limit_s) is not None:
+                return way
         return None
 
     @staticmethod

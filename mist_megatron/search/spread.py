@@ -19,7 +19,7 @@ from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.terms import NO_SLOPE, LayerLoad
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import Array, Ints
-from mist_megatron.search.pipelines import EqualPipeline, Family
+from mist_megatron.search.pipelines import EqualPipeline, Family, slices_alike
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole
@@ -176,7 +176,7 @@ def _floors(
             (
                 s.nodes,
                 s.gpus_per_node,
-                s.sequence_parallel,
+                slices_alike(s),
                 s.stages,
                 s.vpp,
                 s.grad_accum,
@@ -190,38 +190,55 @@ def _floors(
     ).reshape(-1, 9)[rows]
     floors = np.full(len(rows), np.inf)
     groups: dict[tuple[float, ...], Ints] = {}
-    keys, places = np.unique(sizes[:, :4], axis=0, return_inverse=True)
+    several = np.column_stack((sizes[:, 2], sizes[:, 3] > 1.0))
+    keys, places = np.unique(several, axis=0, return_inverse=True)
     for place, key in enumerate(keys.tolist()):
         groups[tuple(key)] = np.flatnonzero(places.reshape(-1) == place)
-    for key, mine in groups.items():
+    for (sliced, _), mine in groups.items():
         question.tick()
-        nodes, per_node, sliced, stages = int(key[0]), int(key[1]), bool(key[2]), int(key[3])
         own = sizes[mine]
-        columns = np.column_stack((own[:, 6:], spreads[mine]))
-        distinct, index = np.unique(columns, axis=0, return_inverse=True)
-        index = index.reshape(-1)
-        grid = _grid(question, (nodes, per_node, sliced, stages), distinct)
+        distinct, index = _distinct(np.column_stack((own[:, [3, 0, 1]], own[:, 6:], spreads[mine])))
+        grid = _grid(question, distinct, sliced=bool(sliced))
         # Of models with experts all shapes of a search have as many.
         grid = replace(grid, instances=np.asarray(float(shapes[0].instances[0])))
-        times_s = _steps(question, _parts(question, grid, stages), stages, index, own[:, 4], own[:, 5])
-        here = _fits(question, grid, stages)[index]
+        stages = distinct[:, 0]
+        parts, each_s = _parts(question, grid, stages), np.zeros(len(mine))
+        for count in np.unique(stages).tolist():
+            some = own[:, 3] == count
+            each_s[some] = _steps(question, parts, int(count), index[some], own[some, 4], own[some, 5])
+        here = _fits(question, grid, stages)
+        if sliced and np.any(grid.tp == 1.0):
+            whole = replace(grid, sequence_parallel=False)
+            here = here | ((grid.tp == 1.0) & _fits(question, whole, stages))
+        here = here[index]
         if rivals:
             sends = (grid.etp == 1.0) & (grid.ep > 1.0)
             here = here & ~(sends & _outdone(rivals, grid))[index]
-        floors[mine] = np.where(here, times_s, np.inf)
+        floors[mine] = np.where(here, each_s, np.inf)
     return floors
 
 
-def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: Array) -> StageGrid:
-    """Stages of these levels and sizes of layers: an only one with all of them, others with none as yet."""
-    nodes, per_node, sliced, stages = stage
+def _distinct(rows: Array) -> tuple[Array, Ints]:
+    """Rows of whole numbers, each once and in order, and which of them every row is. They are made one number
+    each, which is far quicker to sort than rows are."""
+    code = np.zeros(len(rows), dtype=np.int64)
+    for column in rows.T.astype(np.int64):
+        code = code * (int(column.max()) + 1) + column
+    _, first, index = np.unique(code, return_index=True, return_inverse=True)
+    return rows[first], index.reshape(-1)
+
+
+def _grid(question: SearchProblem, sizes: Array, *, sliced: bool) -> StageGrid:
+    """Stages on these nodes, of these levels and sizes of layers: only ones with all of them, others with
+    none as yet."""
     job, zero = question.evaluator.job, np.zeros(1)
     cp, model = job.execution.context_parallel, job.model
-    layers = [zero + (model.layers_of_kind[kind.name] if stages == 1 else 0.0) for kind in model.kinds]
+    stages, nodes, per_node, levels, micro_batch, tp, ep, etp = sizes.T
+    only = stages[0] == 1.0
+    layers = [zero + (model.layers_of_kind[kind.name] if only else 0.0) for kind in model.kinds]
     several = len(layers) > 1
-    levels, micro_batch, tp, ep, etp = sizes.T
     return StageGrid(
-        role=StageRole.ONLY if stages == 1 else StageRole.FIRST,
+        role=StageRole.ONLY if only else StageRole.FIRST,
         nodes=nodes,
         gpus_per_node=per_node,
         sequence_parallel=sliced,
@@ -238,13 +255,13 @@ def _grid(question: SearchProblem, stage: tuple[int, int, bool, int], sizes: Arr
         offload=alike(zero),
         ep=ep,
         etp=etp,
-        stages=min(stages, 2),
+        stages=1 if only else 2,
         counts=tuple(LayerCount(each, zero) for each in layers) if several else (),
-        runs=((model.kind_of_layer[0], model.kind_of_layer[-1]),) if several and stages == 1 else (),
+        runs=((model.kind_of_layer[0], model.kind_of_layer[-1]),) if several and only else (),
     )
 
 
-def _parts(question: SearchProblem, grid: StageGrid, stages: int) -> _Parts:
+def _parts(question: SearchProblem, grid: StageGrid, stages: Array) -> _Parts:
     evaluator, model, count = question.evaluator, question.evaluator.job.model, len(grid.tp)
 
     def wide(value: Array) -> Array:
@@ -252,7 +269,7 @@ def _parts(question: SearchProblem, grid: StageGrid, stages: int) -> _Parts:
 
     times, last_s = Times.of(evaluator, grid), np.zeros(1)
     slopes = [*times.stable.slopes, *[NO_SLOPE] * (len(model.kinds) - len(times.stable.slopes))]
-    if stages == 1:
+    if grid.role is StageRole.ONLY:
         once_s = times.step.at(grid) + times.delta.at(grid)
     else:
         last = Times.of(evaluator, replace(grid, role=StageRole.LAST))
@@ -309,15 +326,15 @@ def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array
     return np.asarray(least[layers])
 
 
-def _fits(question: SearchProblem, grid: StageGrid, stages: int) -> NDArray[np.bool_]:
+def _fits(question: SearchProblem, grid: StageGrid, stages: Array) -> NDArray[np.bool_]:
     """Whether what stages hold throughout would fit if all held the same: on the mean they hold that, and
     embedding and head besides."""
     evaluator, model = question.evaluator, question.evaluator.job.model
-    one = np.ones(1)
+    one = np.ones(len(stages))
     counts = [LayerCount(one * model.layers_of_kind[kind.name] / stages, 0.0 * one) for kind in model.kinds]
     mean = replace(
         grid,
-        role=StageRole.MIDDLE if stages > 1 else StageRole.ONLY,
+        role=StageRole.ONLY if grid.role is StageRole.ONLY else StageRole.MIDDLE,
         layers=one * model.layers / stages,
         counts=tuple(counts) if len(counts) > 1 else (),
     )

@@ -319,7 +319,7 @@ class StrategyPrices:
         prices = self.evaluator.prices
         grid = self._grid(role_of(0, self.stages), kind, self.rows[:1], 1, again=False)
         given = self.evaluator.given_bytes(grid, kind).reshape(-1)[0] * self.samples
-        a_node = self.evaluator.work(grid).grid.gpus_per_node
+        a_node = int(self.evaluator.work(grid).grid.gpus_per_node)
         return np.array(
             [
                 [

@@ -107,7 +107,7 @@ class Mesh(Generic[N]):
     """Context-parallel ranks."""
     dp: N
     """Data-parallel replicas."""
-    gpus_per_node: int
+    gpus_per_node: int | N
     ep: N
     """Ranks that share out experts ..."""
     etp: N

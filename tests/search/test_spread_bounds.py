@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_experts_found import SPACE, evaluator_of, random_job
 
-from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.experts import cut_to_experts
 from mist_megatron.search.pipelines import EqualPipeline, families, shapes
@@ -46,6 +46,29 @@ def test_no_plan_of_a_shape_beats_its_bounds(seed: int) -> None:
         solved = solve(question, shape, bound, math.inf).solution
         if solved is not None:
             assert floors_s[shape] <= bounds_s[shape] * (1 + 1e-12) <= solved.value_s * (1 + 1e-9), shape
+
+
+@pytest.mark.parametrize("seed", [1, 3, 11, 12])
+def test_shapes_priced_together_have_the_bounds_that_they_have_alone(seed: int) -> None:
+    """Of many numbers of stages, nodes and GPUs on a node, with and without sequence parallelism: floors,
+    which know of states, and bounds, which know nothing of memory."""
+    job = random_job(seed)
+    choice = execution_choices(job, SPACE, Limits())[0]
+    space = cut_to_experts(cut_to_target(SPACE, job.target, None, choice.job.execution), job)
+    question = SearchProblem(evaluator=evaluator_of(choice.job), space=space, step=1.0)
+    listed = list(shapes(choice.job, space, Limits()))
+    assert len({(shape.stages, shape.nodes, shape.gpus_per_node) for shape in listed}) > 1
+    together = {
+        shape: s for s, shape in SpreadShapes(question, [_alone(s) for s in listed], every).below(1e9)
+    }
+    bounds = dict(zip(listed, shape_bounds(question, listed), strict=True))
+    rng = np.random.default_rng(seed)
+    for place in rng.permutation(len(listed))[:24]:
+        shape = listed[place]
+        alone = SpreadShapes(question, [_alone(shape)], every).below(1e9)
+        assert together.get(shape) == (pytest.approx(alone[0][0], rel=1e-12) if alone else None)
+        (bound,) = shape_bounds(question, [shape])
+        assert bound.value_s == pytest.approx(bounds[shape].value_s, rel=1e-12)
 
 
 def _alone(shape: EqualPipeline) -> tuple[EqualPipeline, tuple[tuple[int, int], ...]]:

@@ -107,13 +107,13 @@ def test_a_stop_acts_while_shapes_are_listed(target):
 
     def stop():
         asked.append(time.process_time())
-        return Status.INTERRUPTED if len(asked) == 500 else None
+        return Status.INTERRUPTED if len(asked) == 300 else None
 
     evaluator = evaluator_of(job)
     begun = time.process_time()
     with pytest.raises(StoppedEmpty):
         search(evaluator, space_named("full"), Settings(), Watch(stop=stop))
-    assert len(asked) == 500
+    assert len(asked) == 300
     assert asked[0] - begun < 5.0
     pauses = [two - one for one, two in itertools.pairwise(asked)]
     assert statistics.median(pauses) < 0.05
