@@ -77,8 +77,8 @@ class Leaders:
         searched = self._pairs[place][0].keeps
         key = leader, widest, searched, id(own)
         if key not in self._least_s:
-            some = None if own is most else {shape for shape, _ in own}
-            self._least_s[key] = self._spread[leader, widest].least_s(searched, some)
+            kept = [shape for shape, _ in self.kept(place, own)]
+            self._least_s[key] = self._spread[leader, widest].least_s(searched, kept)
         return self._least_s[key]
 
     def kept(self, place: int, some: Sequence[Family]) -> list[Family]:

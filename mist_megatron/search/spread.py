@@ -8,8 +8,9 @@ are made from their families when their bound is the least.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,16 +122,20 @@ class SpreadShapes:
         """Their bounds, the least first."""
         return self.floors_s[self._taken :]
 
-    def least_s(
-        self, keeps: Callable[[EqualPipeline], bool], families: Collection[EqualPipeline] | None
-    ) -> float:
-        """The least bound of those that are kept, of some families or of all; infinite where none is."""
-        some = [families is None or shape in families for shape, _ in self._families]
-        places = np.flatnonzero(np.array(some, dtype=bool)[self._rows[self._order]])
+    def least_s(self, keeps: Callable[[EqualPipeline], bool], families: Sequence[EqualPipeline]) -> float:
+        """The least bound of those that are kept, of some families; infinite where none is."""
+        some = np.zeros(len(self._families), dtype=bool)
+        some[[self._place[shape] for shape in families]] = True
+        places = np.flatnonzero(some[self._rows[self._order]])
         for place, row in zip(places.tolist(), self._order[places].tolist(), strict=True):
             if keeps(self._shape(row)):
                 return float(self.floors_s[place])
         return math.inf
+
+    @cached_property
+    def _place(self) -> dict[EqualPipeline, int]:
+        """Of each family."""
+        return {shape: place for place, (shape, _) in enumerate(self._families)}
 
     def below(self, limit_s: float) -> list[tuple[float, EqualPipeline]]:
         """Those whose bounds are no larger, with these; they count as taken after `take`."""
