@@ -90,6 +90,8 @@ class _Memo:
     pairs: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = field(default_factory=dict)
     """Passes of layers."""
     least_memory: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    bound: dict[tuple[object, ...], tuple[Program, Program]] = field(default_factory=dict)
+    """Programs of memory, and the same with what a search asks again and again fixed."""
 
 
 class StageEvaluator:
@@ -118,8 +120,6 @@ class StageEvaluator:
         self._context = time_context_of(job, prices, self._memory_facts, without)
         self._fixed = model_values(job)
         self._beside: StageEvaluator | None = None
-        self._bound: dict[tuple[object, ...], Program] = {}
-        """Programs of memory in which what a search asks again and again is fixed."""
 
     @cached_property
     def stage(self) -> StageProgram:
@@ -342,14 +342,15 @@ class StageEvaluator:
         alone = [OFFLOAD_SYMBOLS[kind] for kind, fraction in grid.offload.items() if np.size(fraction) == 1]
         once = ["inst"] * (np.size(grid.instances) == 1)
         choices = [(name, float(np.asarray(values[name]).reshape(()))) for name in ("sp", *once, *alone)]
-        key = (grid.role, grid.recompute, tuple(choices), wanted)
-        if key not in self._bound:
-            if len(self._bound) > MOST_BOUND:
-                self._bound.clear()
+        key = (tuple(self._fixed.items()), grid.role, grid.recompute, tuple(choices), wanted)
+        program, bound = self.stage.memory[grid.role.value], self._memo.bound
+        kept = bound.get((id(program), key))
+        if kept is None or kept[0] is not program:
+            if len(bound) > MOST_BOUND:
+                bound.clear()
             fixed = {**self._fixed, **recompute_values(grid.recompute), **dict(choices)}
-            program = self.stage.memory[grid.role.value]
-            self._bound[key] = program.bound(fixed, lambda name: name.startswith(wanted))
-        return self._bound[key].run(values)
+            kept = bound[id(program), key] = program, program.bound(fixed, lambda n: n.startswith(wanted))
+        return kept[1].run(values)
 
     def layer_values(self, grid: StageGrid, sizes: LayerSizes) -> dict[str, Array | float]:
         """What the symbols of layers' sizes stand for."""

@@ -53,7 +53,10 @@ class Kept:
 
     def __call__(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched."""
-        return not any(rules_out(shape) for rules_out in self._rules_out)
+        for rules_out in self._rules_out:  # noqa: SIM110 (twice as quick, for a search that asks so often)
+            if rules_out(shape):
+                return False
+        return True
 
     @cached_property
     def _rules_out(self) -> Sequence[Callable[[EqualPipeline], bool]]:
