@@ -396,9 +396,8 @@ def least_times(
     role: StageRole,
     counts: Sequence[Sequence[int]] | None = None,
 ) -> list[LeastTimes]:
-    """Of stages of a role on meshes alike in sequence parallelism (`slices_alike`), in whether there are
-    several chunks, and in having one stage, two or more; by mesh, so many layers each, None is every
-    number."""
+    """Of stages of a role on meshes alike in sequence parallelism (`slices_alike`), in having several chunks,
+    and in having one stage, two or more; by mesh, so many layers each, None is every number."""
     evaluator, first = question.evaluator, meshes[0]
     levels, zero = sorted({level for mesh in meshes for level in mesh.zero}), np.zeros((1, 1, 1, 1))
     shares = fractions(question.space.offload.optimizer, question.step)
