@@ -35,7 +35,7 @@ from mist_megatron.search.slots import Slot, around_of, slots_grid, slots_of
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.search.stage_prices import Times, beyond_linear
+from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -247,18 +247,19 @@ def _price_role(
 
 
 def _seconds(question: SearchProblem, shape: EqualPipeline, grid: StageGrid) -> dict[str, Array]:
-    """What the value of a split is made of."""
+    """What the value of a split is made of, all of it linear: targets that run such models offload no
+    activations."""
     evaluator = question.evaluator
-    times, (beyond_t, beyond_d) = Times.of(evaluator, grid), beyond_linear(evaluator, grid)
-    t_s = (times.stable.at(grid) - times.in_turn_s + beyond_t) / shape.vpp
+    times = Times.of(evaluator, grid)
+    t_s = (times.stable.at(grid) - times.in_turn_s) / shape.vpp
     backward_s: Array = np.zeros(())
     for count, load in zip(grid.by_kind, evaluator.loads(grid).blocks, strict=True):
         backward_s = backward_s + count.layers * load.backward_s
-    ends = (ZERO, ZERO) if shape.vpp == 1 else ends_of(grid, times.stable, times.edge_s, beyond_t)
+    ends = (ZERO, ZERO) if shape.vpp == 1 else ends_of(grid, times.stable, times.edge_s, ZERO)
     return {
         "t": t_s,
         "longer": np.maximum(0.5 * t_s, backward_s / shape.vpp),
-        "d": times.delta.at(grid) + beyond_d,
+        "d": times.delta.at(grid),
         "step": times.step.at(grid),
         "in_turn": times.in_turn_s,
         **dict(zip(("first", "last"), ends, strict=True)),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
+from mist_megatron.cost.predict import Prediction, job_of, predict
 from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.job import Job
-from mist_megatron.spec.plan import TargetName
+from mist_megatron.spec.plan import Plan, TargetName
 from mist_megatron.spec.training import TrainingSpec
 
 
@@ -34,3 +38,13 @@ def small_job(
 
 def evaluator_of(job: Job) -> StageEvaluator:
     return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+
+
+@lru_cache(maxsize=1024)
+def _made_once(job: Job) -> StageEvaluator:
+    return evaluator_for(job)[0]
+
+
+def told_of(plan: Plan) -> Prediction:
+    """As `predict` tells it. Making an evaluator takes longer than asking it, and lists of plans have few."""
+    return predict(plan, _made_once(job_of(plan)))

@@ -7,12 +7,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from jobs import told_of
 from test_wider_spaces import spread_job
 
 import mist_megatron
-from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.tune import tune
-from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import space_named
@@ -85,7 +84,7 @@ def test_equal_to_every_plan(per_node: int, batch: int, fix: str) -> None:
 
     plans = [plan for plan in every_sharded_plan(job) if asked(plan)]
     assert any(plan.execution.instances > 1 for plan in plans)
-    best_s = min(predict(plan, evaluator_for(job_of(plan))[0]).iteration_s for plan in plans)
+    best_s = min(told_of(plan).iteration_s for plan in plans)
     found = tune(job, space=FULL, settings=Settings(limits=limits))
     assert not violations(found.plan)
     assert found.iteration_s == pytest.approx(best_s, rel=1e-9)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from jobs import told_of
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.job_words import job
@@ -88,12 +89,9 @@ def every_plan(job: Job, space: str, *, own_ckpt: bool) -> Iterator[Plan]:
 
 
 def best_of(plans: Iterator[Plan]) -> float:
-    evaluators, best = {}, float("inf")
+    best = float("inf")
     for plan in plans:
-        about = job_of(plan)
-        if about not in evaluators:
-            evaluators[about] = evaluator_for(about)[0]
-        found = predict(plan, evaluators[about])
+        found = told_of(plan)
         if found.fits and found.iteration_s < best and not violations(plan):
             best = found.iteration_s
     return best

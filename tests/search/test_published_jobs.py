@@ -41,7 +41,7 @@ def test_no_slower_than_plans_tuned_on_the_gpus(runs_dir):
 
 
 def test_picks_what_was_measured_fastest(runs_dir):
-    """Half of 100 groups of runs on A100, each of one model, cluster and batch with several parallel sizes.
+    """A quarter of 100 groups of runs on A100, each of one model, cluster and batch in several sizes.
 
     Of the shapes that were measured the search's choice is the fastest, or within 2 % of it, in two of three
     groups (in 90 % while a table of that machine's layers was in the profile)."""
@@ -52,7 +52,7 @@ def test_picks_what_was_measured_fastest(runs_dir):
     # As the runs were made: no ZeRO, every layer recomputed.
     space = replace(space_named("3d"), zero=(0,), ckpt="all")
     picked = within = 0
-    for members in [of for of in groups.values() if len(of) > 1][::2]:
+    for members in [of for of in groups.values() if len(of) > 1][::4]:
         measured_s = {}
         for row in members:
             stage, stages = row.plan.stages[0], len(row.plan.stages)
@@ -65,5 +65,5 @@ def test_picks_what_was_measured_fastest(runs_dir):
         choice = next((sizes for sizes in order if sizes in measured_s), None)
         picked += 1
         within += choice is not None and measured_s[choice] <= 1.02 * min(measured_s.values())
-    assert picked >= 45
+    assert picked >= 22
     assert within >= 0.65 * picked, f"{within} of {picked} groups"

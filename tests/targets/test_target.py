@@ -20,6 +20,7 @@ from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import job_rules, violations
+from mist_megatron.targets.table import TARGETS
 
 
 def plan_with(offload: Offload, precision: str) -> Plan:
@@ -126,3 +127,9 @@ def test_graphs_of_mamba_are_of_models_that_have_it() -> None:
     needs = "a graph of mamba needs such layers"
     assert not any(needs in rule for rule in violations(hybrid))
     assert any(needs in rule for rule in violations(replace(plan, execution=graphs)))
+
+
+def test_targets_that_run_unlike_layers_offload_no_activations() -> None:
+    """So that t and d of a stage of such a model are linear, as the search over its splits has them."""
+    able = [target.capability for target in TARGETS.values() if target.capability.layer_kinds]
+    assert able and {one.offload.activations for one in able} == {"none"}
