@@ -429,9 +429,16 @@ def accumulation_seconds(parameters: Array, grid: StageGrid, context: TimeContex
 
 def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array, factors: Array) -> Array:
     """What tensor-parallel collectives beside compute add to it. Userbuffers cut each, and the product that
-    it feeds or follows, into as many pieces as there are ranks: the first piece of one and the last of the
-    other run alone (Transformer Engine, comm_gemm_overlap)."""
-    pieces = np.maximum(ranks, 1.0)
-    both = (1.0 - 1.0 / pieces) * compute_s, (1.0 - 1.0 / pieces) * collective_s
-    together_s = overlapped_time((*both, ZERO, ZERO), factors)
-    return np.asarray(together_s + (compute_s + collective_s) / pieces - compute_s)
+    it feeds or follows, into as many pieces as there are ranks. A rank begins with the piece that it has, or
+    ends with the one that it keeps: one piece of the product runs alone, and none of the traffic
+    (split_overlap_ag and split_overlap_rs of Transformer Engine's comm_gemm_overlap.cpp)."""
+    alone_s = compute_s / np.maximum(ranks, 1.0)
+    together_s = overlapped_time((compute_s - alone_s, collective_s, ZERO, ZERO), factors)
+    return np.asarray(together_s + alone_s - compute_s)
+
+
+def added_pieces_s(collective_s: Array, ranks: Array) -> Array:
+    """What adding up the pieces takes that forward passes scatter, half of their traffic: about as long as
+    one of them travels (reduce_bf16 of userbuffers). Backward passes scatter whole, beside gradients of
+    weights (bulk_overlap)."""
+    return np.asarray(0.5 * collective_s / np.maximum(ranks, 1.0))

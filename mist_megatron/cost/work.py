@@ -30,6 +30,7 @@ from mist_megatron.cost.terms import (
 from mist_megatron.cost.traffic import (
     Traffic,
     accumulation_seconds,
+    added_pieces_s,
     crossing_bytes,
     exposed_beside_products,
     gathers_on_arrival,
@@ -261,7 +262,8 @@ def _stopping(
             # Userbuffers move what tensor-parallel ranks send, and nothing else.
             forward_cp, backward_cp = load.forward_context_s, load.backward_context_s + again.context_s
             forward_tp, backward_tp = forward_tp - forward_cp, backward_tp - backward_cp
-        forward_tp = exposed_beside_products(load.forward_s, forward_tp, ranks, each)
+        added_s = added_pieces_s(forward_tp, ranks)
+        forward_tp = exposed_beside_products(load.forward_s, forward_tp, ranks, each) + added_s
         backward_tp = exposed_beside_products(load.backward_s + again[0], backward_tp, ranks, each)
         if context.context_parallel > 1:
             forward_tp, backward_tp = forward_tp + forward_cp, backward_tp + backward_cp
