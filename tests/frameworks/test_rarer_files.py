@@ -166,6 +166,13 @@ def written_plan() -> Plan:
     return as_written(reading(config), question())
 
 
+def test_without_a_stage_there_is_no_zero() -> None:
+    """As DeepSpeed takes it, whatever else the section says."""
+    assert Reading(config={"zero_optimization": {"overlap_comm": True}}, findings=()).stage == 0
+    assert Reading(config={"zero_optimization": {"stage": "auto"}}, findings=()).stage == 0
+    assert Reading(config={"zero_optimization": {"stage": 2}}, findings=()).stage == 2
+
+
 def test_all_that_the_json_can_say_is_tried() -> None:
     """6 sequences a GPU: 1, 2, 3 and 6 at once, nine ways of states, with and without recomputation; second
     copies of shared weights on the GPUs over pairs, or over the nodes of 4."""

@@ -17,7 +17,7 @@ from mist_megatron.formats.plan_yaml import plan_from_mapping
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.frameworks.megatron.command import options_of, read_command_line
 from mist_megatron.frameworks.megatron.model import dropouts, windowed_attention
-from mist_megatron.frameworks.megatron.read import parse_layout, plan_of, with_stages
+from mist_megatron.frameworks.megatron.read import MOST_LAYERS_TOLD, parse_layout, plan_of, with_stages
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.constants import ModelConstants
@@ -239,6 +239,17 @@ def test_layouts_of_other_people(text: str, layers: list[int]) -> None:
 def test_bad_layouts(text: str) -> None:
     with pytest.raises(InputError, match="layout"):
         parse_layout(text, "x")
+
+
+def test_layouts_stand_for_as_many_letters_as_are_told_and_no_more() -> None:
+    most = MOST_LAYERS_TOLD - len("EL")
+    assert parse_layout(f"Et*{most}L", "x") == [most]
+    with pytest.raises(InputError, match="unmatched parentheses, or stands for more than"):
+        parse_layout(f"Et*{most + 1}L", "x")
+    with pytest.raises(InputError, match="unmatched parentheses, or stands for more than"):
+        parse_layout(f"Et*{MOST_LAYERS_TOLD}L", "x")
+    with pytest.raises(InputError, match="' stands for more than"):
+        parse_layout(f"Et*{MOST_LAYERS_TOLD + 1}L", "x")
 
 
 def test_script_with_variables_and_comments() -> None:
