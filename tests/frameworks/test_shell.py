@@ -13,6 +13,7 @@ import pytest
 
 from mist_megatron.errors import InputError
 from mist_megatron.frameworks.shell.arithmetic import MOST_DEEP
+from mist_megatron.frameworks.shell.conditions import Verdict, both
 from mist_megatron.frameworks.shell.script import read_script
 
 BASH = shutil.which("bash")
@@ -306,3 +307,16 @@ def test_an_open_word_inside_an_open_text_keeps_what_it_may_be() -> None:
     assert of_a == ("x", "y") and of_b == ("x y", "z")
     bare = read_script("if [ $2 = b ]; then B=$1; else B=z; fi\nlaunch $B", "script")
     assert bare.opens[int(bare.commands[0].words[1].strip("\0"))].alternatives == ("?", "z")
+
+
+def test_tee_writes_the_file_that_it_names_if_any() -> None:
+    assert read_script("tee ds.json <<E\n{}\nE\n", "x").files == {"ds.json": "{}\n"}
+    assert read_script("tee <<E\n{}\nE\n", "x").files == {}
+
+
+def test_what_holds_together_is_open_or_assumed_where_a_part_of_it_is() -> None:
+    known, assumed, open_still = Verdict(True), Verdict(True, assumed=True), Verdict(None)
+    assert both(known, known).holds is True
+    assert both(known, open_still).holds is None and both(open_still, known).holds is None
+    assert both(known, assumed).assumed and both(assumed, known).assumed
+    assert not both(known, known).assumed
