@@ -123,3 +123,11 @@ def test_virtual_stages_that_no_layer_fills_are_refused_at_once(flags: str) -> N
     cluster = ClusterSpec(gpu=catalogue.gpu("a100-sxm-80gb"), nodes=2, gpus_per_node=8)
     with pytest.raises(InputError, match="layers"):
         plan_of(options_of(f"{flags} {rest}".split()), (), cluster, "run.sh")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_distributed_optimizer_is_zero_1(zero: int) -> None:
+    written = plan(stage={"zero": zero})
+    options = read_command_line(artifacts(written, SOURCES)["args.sh"], "x").options
+    assert ("use-distributed-optimizer" in options) == (zero == 1)
+    assert plan_of(options, (), written.cluster, "x").stages[0].zero == zero
