@@ -48,7 +48,8 @@ enough: floors far below the bounds must not cost a call for each few of them. N
 in another way of execution, but for the first such step: a call costs more than the items it may spare."""
 MOST_DIVES, DIVE = 4, 1.25
 """Items that are given before there is a plan, each of the way that promises most, whatever others may have:
-a plan spares looks at these. None that takes so many times what the first may take at least, or more."""
+a plan spares looks at these. None that takes so many times what the first may take at least, or more. Where
+there are no experts a look costs less than the plans (Llama 3 70B on 64 GPUs: 8 % of the search)."""
 PATIENCE = 1.1
 """Shapes are handed on one by one: what waits for others is looked at together with them."""
 
@@ -263,13 +264,14 @@ class Orders:
     """Those of all ways. Equal stages go before unequal ones: they are the quicker to solve, and what they
     find prunes the others."""
 
-    def __init__(self, orders: list[Order]) -> None:
+    def __init__(self, orders: list[Order], *, dives: bool = False) -> None:
         self.orders = orders
         self._levels = [list(queues) for queues in zip(*(order.queues for order in orders), strict=True)]
         self._level = 0
         """Of the queues that gave the last item."""
         self._told_s = 0.0
-        self._dives = 0
+        self._dives = MOST_DIVES if dives else 0
+        """That are left."""
 
     def __len__(self) -> int:
         return sum(map(len, self.orders))
@@ -298,9 +300,9 @@ class Orders:
 
     def _promising(self, queues: Sequence[Queue]) -> int | None:
         """Which queue to ask first, while there is no plan."""
-        if self._dives >= MOST_DIVES or len(queues) == 1:
+        if not self._dives or len(queues) == 1:
             return None
-        self._dives += 1
+        self._dives -= 1
         promises_s = [queue.promise_s() for queue in queues]
         limit_s = DIVE * min(promises_s)
         for way in sorted(range(len(queues)), key=promises_s.__getitem__)[:MOST_DIVES]:

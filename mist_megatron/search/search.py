@@ -267,7 +267,8 @@ class _Run:
         if not items:
             asked = self.questions[-1]
             raise explain_no_pipeline(asked.evaluator.job, asked.space, self.ways[-1].limits)
-        self.orders = Orders(orders)
+        job = self.questions[0].evaluator.job
+        self.orders = Orders(orders, dives=any(kind.experts is not None for kind in job.model.kinds))
         return self.orders
 
     def _bounded(self, way: int) -> Bounded:
