@@ -225,7 +225,10 @@ def _floors(
 
 def _distinct(rows: Array) -> tuple[Array, Ints]:
     """Rows of whole numbers, each once and in order, and which of them every row is. They are made one number
-    each, which is far quicker to sort than rows are."""
+    each, which is far quicker to sort than rows are, where they fit one."""
+    if math.prod(int(most) + 1 for most in rows.max(axis=0)) > np.iinfo(np.int64).max:
+        found, index = np.unique(rows, axis=0, return_inverse=True)
+        return found, index.reshape(-1)
     code = np.zeros(len(rows), dtype=np.int64)
     for column in rows.T.astype(np.int64):
         code = code * (int(column.max()) + 1) + column

@@ -15,7 +15,7 @@ from mist_megatron.search.pipelines import EqualPipeline, families, shapes
 from mist_megatron.search.queue import ordered_spread
 from mist_megatron.search.solve import solve
 from mist_megatron.search.space import Limits, cut_to_target
-from mist_megatron.search.spread import SpreadShapes, least_maximum
+from mist_megatron.search.spread import SpreadShapes, _distinct, least_maximum
 from mist_megatron.search.ways import every
 
 
@@ -80,3 +80,14 @@ def test_the_heaviest_run_is_as_light_as_can_be() -> None:
     assert least_maximum(loads, np.array([0.0]), np.array([0.0]), 3) == [5.0]
     assert least_maximum(loads, np.array([4.0]), np.array([0.0]), 3) == [6.0]
     assert least_maximum(loads, np.array([0.0]), np.array([2.0]), 1) == [13.0]
+
+
+@pytest.mark.parametrize("most", [9, 5_000_000])
+def test_rows_are_told_apart_however_large(most: int) -> None:
+    """Six columns of seven digits fit no number of 64 bits."""
+    rng = np.random.default_rng(11)
+    rows = rng.integers(0, most, (300, 6)).astype(float)
+    rows = np.concatenate((rows, rows[:50], np.full((1, 6), float(most))))
+    distinct, index = _distinct(rows)
+    assert np.array_equal(distinct[index], rows)
+    assert np.array_equal(distinct, np.unique(rows, axis=0))
