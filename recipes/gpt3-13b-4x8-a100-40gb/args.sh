@@ -19,7 +19,7 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 2
   --global-batch-size 512
   --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 4

@@ -22,13 +22,15 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 2
+  --micro-batch-size 8
   --global-batch-size 128
-  --tensor-model-parallel-size 1
+  --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 1
+  --sequence-parallel
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
+  --tp-comm-overlap
   --cross-entropy-loss-fusion
 )

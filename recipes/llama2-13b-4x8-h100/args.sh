@@ -24,13 +24,13 @@ MEGATRON_ARGS=(
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 256
-  --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 2
-  --context-parallel-size 2
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 1
+  --sequence-parallel
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
+  --tp-comm-overlap
   --cross-entropy-loss-fusion
 )

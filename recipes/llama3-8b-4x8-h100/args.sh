@@ -24,14 +24,15 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 1
+  --micro-batch-size 2
   --global-batch-size 256
-  --tensor-model-parallel-size 1
+  --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 1
-  --context-parallel-size 2
+  --sequence-parallel
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather
+  --tp-comm-overlap
   --cross-entropy-loss-fusion
 )
