@@ -59,7 +59,7 @@ from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, red
 from mist_megatron.cost.turning import begun_with, copies_beside, warmed_up
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.term import Term
 
@@ -130,7 +130,7 @@ def _block_terms(
     add_term(stable, Term.BACKWARD, of_kind(place, load.backward_s))
     add_term(stable, Term.RECOMPUTE, of_kind(place, again_s, load.again[0] - again_s))
     add_term(stable, Term.TENSOR_PARALLEL, _mixed(place, kept.others_s, whole.others_s))
-    if np.any(kept.sent_s):
+    if any_of(kept.sent_s):
         add_term(stable, Term.EXPERT_TRAFFIC, _mixed(place, kept.sent_s, whole.sent_s))
     add_term(stable, Term.BLOCKING_DATA_PARALLEL, _mixed(place, kept.blocking_s, whole.blocking_s))
     exposed = forward.exposed(kept.forward, whole.forward) + backward.exposed(kept.backward, whole.backward)
@@ -205,7 +205,7 @@ def _edge_terms(
 
 def _travels(work: StageWork, layer: LayerWork) -> bool:
     """Whether weights or gradients of an edge do while it and its neighbour compute."""
-    traffic = np.any(layer.first.gather_s) or np.any(layer.backward.reduce_s)
+    traffic = any_of(layer.first.gather_s) or any_of(layer.backward.reduce_s)
     return bool(traffic) and not (work.grid.interleaved or _ahead(work))
 
 
@@ -294,12 +294,12 @@ def _run(
         into_first = begun_beside(work, between[0]).exposed_s(layer.first, layer.backward, factors)
         first = phase(layer.first, factors, ZERO, into_first, followed=followed)
         first = turned_at_head(work, layer.first, ends, first, followed, steps=True)
-        if followed and step_out_s.any() and role is StageRole.FIRST:
+        if followed and any_of(step_out_s) and role is StageRole.FIRST:
             # Every layer sends its states off, the last ones beside the second forward pass, which a first
             # stage takes while it waits for the first micro-batch to come back.
             ends_pass = phase(layer.first, factors, ZERO, into_first)
             first = replace(first, last_s=np.where(step_out_s > 0.0, ends_pass.last_s, first.last_s))
-        if followed and step_out_s.any() and role is StageRole.ONLY:
+        if followed and any_of(step_out_s) and role is StageRole.ONLY:
             first = states_leave_at_head(work, layer, ends, first)
     backward = phase(layer.backward, factors, layer.accumulate_s, into_backward)
     # Gradients that visit turn round where they are on their way out when the last backward pass ends.
@@ -328,7 +328,7 @@ def _of_one_kept(work: StageWork) -> tuple[Array, Array]:
     """What t and d lack where the layer before the head is the only one whose activations are offloaded."""
     head, one = work.head, work.grid.layers - work.grid.ckpt == 1.0
     others = work.grid.layers > 1.0
-    if head is None or not np.any(work.grid.offload.activations) or not np.any(one & others):
+    if head is None or not any_of(work.grid.offload.activations) or not any_of(one & others):
         return ZERO, ZERO
     if _followed(work) or not _travels(work, head):
         return ZERO, ZERO
@@ -346,7 +346,7 @@ def _refinement(work: StageWork, place: int) -> Refinement:
     between = _between_passes(work, least_sent(work))
     counted, whole = _runs(work, place, between)
     kept, none = counted, grid.ckpt == 0.0
-    if _followed(work) and np.any(none & (grid.offload.activations > 0.0)):
+    if _followed(work) and any_of(none & (grid.offload.activations > 0.0)):
         alone_run = _run(work, block.kept, block.kept, between, followed=False)
         kept = _chosen(none, alone_run, counted)
     alone = 0.0 if Term.PIPELINE_FILL_OF_LAYERS in work.context.without else 1.0
@@ -390,7 +390,7 @@ def _late(work: StageWork, place: int, kept: LayerRun, whole: LayerRun) -> tuple
     grid, factors, passes, traffic = work.grid, work.context.interference, kept.layer, kept.layer.traffic
     states_s, saved_s = traffic.step_out_s, passes.forward.copy_out_s
     both = (states_s > 0.0) & (saved_s > 0.0)
-    if grid.role not in (StageRole.MIDDLE, StageRole.LAST) or not np.any(both):
+    if grid.role not in (StageRole.MIDDLE, StageRole.LAST) or not any_of(both):
         return ZERO, ZERO, ZERO, np.ones(())
     quiet = replace(passes, first=replace(passes.first, copy_out_s=passes.first.copy_out_s - saved_s))
     first = steps_ahead(quiet, traffic.step_compute_s, kept.forward, factors)
@@ -416,7 +416,7 @@ def _comings_and_goings(work: StageWork, place: int, layer: LayerWork) -> tuple[
     last ones beside what it does until its second forward pass comes to a layer."""
     grid, traffic, factors = work.grid, layer.traffic, work.context.interference
     out_s = traffic.step_out_s
-    if grid.role is StageRole.ONLY or not np.any(out_s):
+    if grid.role is StageRole.ONLY or not any_of(out_s):
         return ZERO, ZERO
     second_s = ZERO
     if work.embedding is not None:
@@ -471,12 +471,12 @@ def _mixed(place: int, kept: Array, whole: Array) -> Linear:
 def _once(grid: StageGrid, runs: int | Array, kept: Array, whole: Array) -> Linear:
     """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers where
     it has no others."""
-    if not np.any(runs) or not (kept.any() or whole.any()):
+    if not any_of(runs) or not (any_of(kept) or any_of(whole)):
         return Linear()
     if grid.interleaved:
         # A chunk of an embedding or a head alone is none.
         runs = np.minimum(runs, grid.layers)
-    if kept is whole or not np.any(grid.ckpt):
+    if kept is whole or not any_of(grid.ckpt):
         return Linear(runs * kept)
     having = np.minimum(grid.layers - grid.ckpt, runs)
     return Linear(having * kept + (runs - having) * whole)

@@ -19,7 +19,7 @@ from mist_megatron.cost.priced_pairs import PricedPairs
 from mist_megatron.cost.recorded import Node, Recorded, RecordingPrices, Same, node_of, symbol, with_symbols
 from mist_megatron.cost.terms import StageLoads
 from mist_megatron.cost.work import StageWork
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.plan import Plan
 
 
@@ -126,7 +126,7 @@ def _recorded_grid(plan: Plan, position: int) -> StageGrid:
     names = {"layers": "l", "ckpt": "c", "in_flight": "p", "micro_batch": MICRO_BATCH, "dp": "dp", "tp": "tp"}
     if any(kind.experts is not None for kind in plan.model.kinds):
         names |= {"ep": "ep", "etp": "etp"}
-    if np.any(grid.instances > 1.0):
+    if any_of(grid.instances > 1.0):
         names |= {"instances": "inst"}
     values = {field: symbol(name, getattr(grid, field), position) for field, name in names.items()}
     offload = {kind: symbol(OFFLOAD_SYMBOLS[kind], value, position) for kind, value in grid.offload.items()}

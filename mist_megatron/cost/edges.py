@@ -18,7 +18,7 @@ from mist_megatron.cost.phases import Between, Phase, departure_s, turned_round_
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import overlapped_time
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
         without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), ZERO, factors)
         arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
         more_s = _together(beside, arriving, ZERO, factors) - without
-        if not np.any(beside.copy_in_s):
+        if not any_of(beside.copy_in_s):
             return more_s
         # The layer itself waits for copies, and the head's weights come meanwhile.
         moved_s, copies = beside.gather_s + beside.reduce_s, (beside.copy_in_s, beside.copy_out_s)
@@ -130,7 +130,7 @@ def begun_beside(work: StageWork, usual: Between) -> Between:
     if not work.context.facts.step.in_first_forward:
         return replace(usual, beside_s=first.compute_s)
     host_s = work.host_s / (2 * work.grid.vpp)
-    waits_s = np.maximum(first.gather_s - host_s, 0.0) if np.any(first.gather_s) else ZERO
+    waits_s = np.maximum(first.gather_s - host_s, 0.0) if any_of(first.gather_s) else ZERO
     return replace(usual, beside_s=first.compute_s, gathers_s=waits_s)
 
 
@@ -146,7 +146,7 @@ def turned_at_head(
     """A forward pass that turns round at the head: what its last layer saved leaves beside the head, and has
     to be gone before that layer's backward pass."""
     head = work.head
-    if head is None or not _turns(work, followed) or not np.any(leaving.copy_out_s):
+    if head is None or not _turns(work, followed) or not any_of(leaving.copy_out_s):
         return usual
     passes = head.first if steps else head.forward, head
     departing_s = turned_round_s(leaving, ends.backward, passes, work.host_s / 2, work.context.interference)

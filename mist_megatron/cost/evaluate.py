@@ -40,7 +40,7 @@ from mist_megatron.cost.terms import (
     totals,
 )
 from mist_megatron.cost.work import StageWork, stage_work
-from mist_megatron.price.prices import Prices
+from mist_megatron.price.prices import Prices, any_of
 from mist_megatron.price.wrappers import DeterministicPrices, FourBitPrices
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import alike
@@ -120,6 +120,8 @@ class StageEvaluator:
         self._context = time_context_of(job, prices, self._memory_facts, without)
         self._fixed = model_values(job)
         self._beside: StageEvaluator | None = None
+        self._last: tuple[StageGrid, StageLoads] | None = None
+        """What was asked for last: who prices a grid asks for its loads, too."""
 
     @cached_property
     def stage(self) -> StageProgram:
@@ -128,7 +130,7 @@ class StageEvaluator:
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which has neither the cache nor others to share with."""
-        return {**self.__dict__, "_stage": self.stage, "_memo": self._memo, "_beside": None}
+        return {**self.__dict__, "_stage": self.stage, "_memo": self._memo, "_beside": None, "_last": None}
 
     def share(self, other: StageEvaluator) -> None:
         """Takes what another one has priced of layers, and gives it what it prices, where layers do the same:
@@ -258,7 +260,7 @@ class StageEvaluator:
         """What it would keep there of each kind that is offloaded anywhere, were all of it there. Bytes of a
         kind on the GPU fall linearly with the fraction that is on the host, so the two ends tell how many
         there are."""
-        kinds = [kind for kind, fraction in grid.offload.items() if np.any(fraction)]
+        kinds = [kind for kind, fraction in grid.offload.items() if any_of(fraction)]
         parts = self._computed(grid, (ON_HOST,)) if self.job.execution.offload_modules else {}
         if not kinds:
             return parts
@@ -406,7 +408,11 @@ class StageEvaluator:
         """Seconds of a micro-batch that the profile held exactly, interpolated, or extrapolated."""
         if grid.parts:
             return self._provenance_of_parts(grid)
-        pairs = self._priced(self._linked(grid))
+        linked = self._linked(grid)
+        packed = LayerSizes.of(linked).packed()
+        distinct, positions = np.unique(packed.reshape(-1), return_inverse=True)
+        marked = self._pairs(LayerSizes.unpacked(distinct), linked, marked=True)
+        pairs = PricedPairs(marked, positions.reshape(-1), packed.shape)
         kinds = [(kind, count.layers) for kind, count in zip(self.kinds, grid.by_kind, strict=True)]
         kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
         kinds += [("head", np.ones(()))] if grid.role.has_head else []
@@ -430,6 +436,11 @@ class StageEvaluator:
     def loads(self, grid: StageGrid) -> StageLoads:
         """Passes and sizes of the layers of a stage's role, over the grid's micro-batch and tp axes; where
         layers have strategies of their own, in that of the last of them."""
+        if self._last is None or self._last[0] is not grid:
+            self._last = grid, self._loads(grid)
+        return self._last[1]
+
+    def _loads(self, grid: StageGrid) -> StageLoads:
         grid = ended(grid)
         pairs = self._priced(self._linked(grid))
         role = grid.role
@@ -469,11 +480,20 @@ class StageEvaluator:
         places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
         return PricedPairs(priced, places[positions.reshape(-1)], packed.shape)
 
-    def _pairs(self, pairs: LayerSizes, grid: StageGrid) -> Pairs:
-        """Prices of pairs, a column each."""
+    def _pairs(self, pairs: LayerSizes, grid: StageGrid, *, marked: bool = False) -> Pairs:
+        """Prices of pairs, a column each; `marked` with what was measured of them."""
         sizes = self.stage.program.run(self.layer_values(grid, pairs))
         mesh, summed = self._mesh(pairs, grid), self._context.grad_bytes
-        passes = price_passes(self.stage, sizes, self.prices, mesh, grid.placed, grad_bytes=summed)
+        passes = price_passes(
+            self.stage,
+            sizes,
+            self.prices,
+            mesh,
+            grid.placed,
+            recompute=grid.recompute,
+            grad_bytes=summed,
+            marked=marked,
+        )
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             for kind in (kind for kind in self.job.model.kinds if kind.attends):
                 matrices = pairs.micro_batch * kind.heads / pairs.tp

@@ -9,7 +9,7 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, Again, LayerLoad, StageLoads, TimeContext
 from mist_megatron.cost.traffic import scattered_whole, whole_buckets
 from mist_megatron.price.overlap import overlapped_time
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import Group
 
 REACHED = 0.72
@@ -29,7 +29,7 @@ def exposed_exchange(
     attention's backward pass. Where gradients of weights are delayed (--delay-wgrad-compute) they run beside
     whichever of two journeys leaves them time. The first and the last passes of a step have no partner."""
     forward_s, backward_s = load.forward_exchange_s, load.backward_exchange_s
-    if not (context.expert_overlap or np.any(load.forward_beside_s)):
+    if not (context.expert_overlap or any_of(load.forward_beside_s)):
         return forward_s, backward_s + again.exchange_s
     factors = context.interference
     if context.expert_overlap:
@@ -78,7 +78,7 @@ def expert_count(grid: StageGrid, loads: StageLoads) -> Array:
     """Parameters of experts on a rank of the stage."""
     count: Array = ZERO if loads.head is None else loads.head.expert_parameters
     for layers, block in zip(grid.by_kind, loads.blocks, strict=True):
-        if np.any(block.expert_parameters):
+        if any_of(block.expert_parameters):
             count = count + layers.layers * block.expert_parameters
     return count
 

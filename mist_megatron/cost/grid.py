@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.placed import Placed
+from mist_megatron.price.prices import any_of
 from mist_megatron.spec.kinds import PerKind, per_kind
-from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.recompute import PARTIAL, Recompute
 from mist_megatron.spec.strategies import Layout
 
@@ -125,7 +127,26 @@ class StageGrid:
     @property
     def interleaved(self) -> bool:
         """Whether chunks take turns."""
-        return bool(np.any(np.asarray(self.vpp) > 1))
+        return self.vpp > 1 if isinstance(self.vpp, int) else any_of(self.vpp > 1)
+
+    @cached_property
+    def _meshes(self) -> dict[tuple[int, int], Mesh[Array]]:
+        return {}
+
+    def mesh(self, context_parallel: int, inner: int) -> Mesh[Array]:
+        """Ranks of the stages, so many of which split each sequence, and share out heads."""
+        if (context_parallel, inner) not in self._meshes:
+            self._meshes[context_parallel, inner] = Mesh(
+                tp=self.tp,
+                cp=np.asarray(float(context_parallel)),
+                dp=self.dp,
+                gpus_per_node=self.gpus_per_node,
+                ep=self.ep,
+                etp=self.etp,
+                instances=self.instances,
+                inner=np.asarray(float(inner)),
+            )
+        return self._meshes[context_parallel, inner]
 
     def beginning(self, place: int) -> int | Array:
         """How many of its runs of layers begin with the kind at that place ..."""

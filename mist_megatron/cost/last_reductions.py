@@ -21,7 +21,7 @@ from mist_megatron.cost.neighbours import takes_turns
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import COMPUTE, GPU_GPU, overlapped_time
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 
 
 def counted_apart(layer: LayerWork) -> PassWork:
@@ -36,11 +36,11 @@ def last_reductions(work: StageWork) -> Linear:
     grid, factors = work.grid, work.context.interference
     edges = [_reduced_s(layer) for layer in (work.head, work.embedding)]
     blocks = [_reduced_s(block.kept) for block in work.blocks]
-    if not any(np.any(seconds) for seconds in (*edges, *blocks)):
+    if not any(any_of(seconds) for seconds in (*edges, *blocks)):
         return Linear()
 
     def beside_s(compute_s: Array, reduce_s: Array, usual_s: Array = ZERO) -> Array:
-        alone_s = overlapped_time((compute_s, usual_s, ZERO, ZERO), factors) if np.any(usual_s) else compute_s
+        alone_s = overlapped_time((compute_s, usual_s, ZERO, ZERO), factors) if any_of(usual_s) else compute_s
         return overlapped_time((compute_s, usual_s + reduce_s, ZERO, ZERO), factors) - alone_s
 
     added, spare_s = Linear(), ZERO
@@ -53,7 +53,7 @@ def last_reductions(work: StageWork) -> Linear:
         left_s = np.maximum(_at_end_s(work, place) - own_s, 0.0)
         spare_s = spare_s + grid.by_kind[place].layers * np.where(_joins(block.kept), 0.0, left_s)
     first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
-    joins = any(np.any(_joins(block.kept)) for block in work.blocks)
+    joins = any(any_of(_joins(block.kept)) for block in work.blocks)
     if takes_turns(work) and first >= 0 and last >= 0 and not joins:
         queued_s, spare_s = _queued_s(work, blocks, (first, last), beside_s)
         added = added + Linear(queued_s - added.at(grid))
@@ -66,12 +66,12 @@ def last_reductions(work: StageWork) -> Linear:
             beside_s(compute_s, edges[0], behind_s) - beside_s(compute_s, blocks[last], before_s)
         )
         held_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
-        if np.any(edges[0]) and np.any(held_s):
+        if any_of(edges[0]) and any_of(held_s):
             waits_s = _behind_head_s(work, last, edges[0], held_s) - beside_s(compute_s, edges[0])
             both = (held_s > 0.0) & (edges[0] > 0.0)
             added = added + Linear(np.where(both, waits_s, 0.0))
             spare_s = np.where(both, 0.0, spare_s)
-        if first >= 0 and np.any(edges[0]):
+        if first >= 0 and any_of(edges[0]):
             own_s = np.maximum(compute_s - blocks[last], 0.0)
             hidden_s = np.minimum(np.maximum(edges[0] - compute_s, 0.0), np.maximum(spare_s - own_s, 0.0))
             slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
@@ -81,7 +81,7 @@ def last_reductions(work: StageWork) -> Linear:
         usual_s = np.where(_joins(kept), kept.backward.reduce_s, 0.0)
         added = added + Linear(beside_s(beside, blocks[first], usual_s) + edges[1])
         leaves_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
-        if np.any(beside) and np.any(edges[1]) and np.any(leaves_s):
+        if any_of(beside) and any_of(edges[1]) and any_of(leaves_s):
             # Counted as leaving when nothing else runs.
             added = added + Linear(np.where(edges[1] > 0.0, beside_s(beside, leaves_s) - leaves_s, 0.0))
     return added

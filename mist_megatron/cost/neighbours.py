@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mist_megatron.cost.phases import Phase
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.cost.work import LayerWork, StageWork
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.turns import Neighbours, neighbours_of
 
 
@@ -41,7 +39,7 @@ class LayerRun:
     @property
     def others_s(self) -> Array:
         """Tensor-parallel collectives alone."""
-        return self.tensor_s - self.sent_s if np.any(self.sent_s) else self.tensor_s
+        return self.tensor_s - self.sent_s if any_of(self.sent_s) else self.tensor_s
 
     @property
     def blocking_s(self) -> Array:
@@ -96,7 +94,7 @@ def _neighbours(work: StageWork, place: int) -> tuple[Neighbours, ...]:
     """Where weights or gradients travel in every pass (Megatron-FSDP). What is gathered once, for the first
     pass, comes in buckets of several layers: measured steps are those of layers beside their own."""
     passes = [one for block in work.blocks for one in (block.kept.forward, block.kept.backward)]
-    if takes_turns(work) and any(np.any(one.gather_s) or np.any(one.reduce_s) for one in passes):
+    if takes_turns(work) and any(any_of(one.gather_s) or any_of(one.reduce_s) for one in passes):
         return neighbours_of(work.context.kind_of_layer)[place]
     return ()
 

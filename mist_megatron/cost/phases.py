@@ -26,7 +26,7 @@ from mist_megatron.price.overlap import (
     until_done,
     until_first,
 )
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def chosen(where: Array, one: Phase, other: Phase) -> Phase:
 
 def begun_by_host(first: Phase, host_s: Array) -> Phase:
     """What an embedding waits for in the very first pass comes in while the host begins it."""
-    if not np.any(first.inside_s):
+    if not any_of(first.inside_s):
         return first
     return replace(first, inside_s=np.maximum(first.inside_s - host_s, 0.0))
 
@@ -116,7 +116,7 @@ def phase(
     then = streams.tensor_s + streams.blocking_gather_s + streams.blocking_reduce_s
     serial = compute + then
     inside = overlapped_time((compute, gather + reduce, copy_in, copy_out), factors, then)
-    if np.any(streams.sent_s) and not (copy_in is ZERO and copy_out is ZERO):
+    if any_of(streams.sent_s) and not (copy_in is ZERO and copy_out is ZERO):
         return _among_tokens(streams, compute, inside, alone_s, factors)
     if followed:
         last = overlapped_time((compute, reduce, ZERO, copy_out), factors, then)
@@ -137,7 +137,7 @@ def _among_tokens(
     others = streams.tensor_s - streams.sent_s + streams.blocking_gather_s + streams.blocking_reduce_s
     half = streams.sent_s / 2
     travels = ((GPU_GPU, half), (COMPUTE, within), (GPU_GPU, half))
-    forward = bool(np.any(streams.copy_out_s))
+    forward = any_of(streams.copy_out_s)
     apart = (COMPUTE, outside)
     chain = [apart, *travels] if forward else [*travels, apart]
     chain.append((GPU_GPU, others))
@@ -226,4 +226,4 @@ def departure_s(streams: PassWork, factors: Array) -> Array:
 
 def dropped_if_idle(stream: Array) -> Array:
     """An idle stream loses its axes, so that it does not blow up the grid for nothing."""
-    return stream if stream.any() else ZERO
+    return stream if any_of(stream) else ZERO

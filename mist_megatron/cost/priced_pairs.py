@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mist_megatron.cost.grid import Array
 from mist_megatron.cost.stage import PassTime
 from mist_megatron.cost.terms import ZERO, LayerLoad
+from mist_megatron.price.prices import any_of
 from mist_megatron.spec.recompute import Recompute
 
 
@@ -26,7 +27,7 @@ class Pairs:
     ) -> None:
         self.passes, self.sizes, self.host_s, self.recompute = passes, sizes, host_s, recompute
         """Of the host: per launch, and per other rank of a collective."""
-        self._loads: dict[str, LayerLoad] = {}
+        self._rows: dict[str, tuple[list[str], Array, dict[str, Array]]] = {}
 
     def joined(self, other: Pairs) -> Pairs:
         """These pairs, then the other ones."""
@@ -43,18 +44,22 @@ class Pairs:
         sizes = {name: both(size, other.sizes[name]) for name, size in self.sizes.items()}
         return Pairs(passes, sizes, self.host_s, self.recompute)
 
-    def load(self, layer: str) -> LayerLoad:
-        """One layer of a kind."""
-        if layer not in self._loads:
-            self._loads[layer] = self._load(layer)
-        return self._loads[layer]
+    def load(self, layer: str, positions: NDArray[np.intp], shape: tuple[int, ...]) -> LayerLoad:
+        """One layer of a kind, of the pairs at these positions. What is nothing of all pairs has no axes."""
+        if layer not in self._rows:
+            self._rows[layer] = _by_pair(self._load(layer))
+        names, rows, others = self._rows[layer]
+        if not names:
+            return LayerLoad(**others)
+        each = rows[:, positions].reshape(len(names), *shape)
+        return LayerLoad(**dict(zip(names, each, strict=True)), **others)
 
     def _load(self, layer: str) -> LayerLoad:
         forward, backward = self.passes[layer, "forward"], self.passes[layer, "backward"]
         still = self.sizes.get(f"{layer}_still", ZERO)
         unneeded, dropped = self.passes[layer, "unneeded"], self.passes.get((layer, self.recompute))
         host_s = self.host_s
-        if np.any(still) and not np.any(backward.compute_s):
+        if any_of(still) and not any_of(backward.compute_s):
             unneeded, dropped = forward, None  # nothing is run again for a pass that there is not
         again = forward.without(unneeded)
         forward_s = forward.compute_s + forward.waiting_s(*host_s)
@@ -90,6 +95,15 @@ class Pairs:
         )
 
 
+def _by_pair(load: LayerLoad) -> tuple[list[str], Array, dict[str, Array]]:
+    """What differs between pairs, a row each, by name; and all else."""
+    values = {name: getattr(load, name) for name in LayerLoad.__dataclass_fields__}
+    names = [name for name, value in values.items() if np.ndim(value) and any_of(value)]
+    others = {name: ZERO if np.ndim(value) else value for name, value in values.items() if name not in names}
+    rows = np.array([values[name] for name in names], dtype=np.float64)
+    return names, rows, others
+
+
 def _parts(passed: PassTime) -> list[Array]:
     return [getattr(passed, name) for name in PassTime.__dataclass_fields__]
 
@@ -111,5 +125,4 @@ class PricedPairs:
         return self.spread(self.pairs.sizes[name])
 
     def load(self, layer: str) -> LayerLoad:
-        load = self.pairs.load(layer)
-        return LayerLoad(*(self.spread(getattr(load, name)) for name in LayerLoad.__dataclass_fields__))
+        return self.pairs.load(layer, self.positions, self.shape)

@@ -13,7 +13,7 @@ from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
 from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.work import LayerWork, StageWork
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole, boundary_crossing_share
 
 
@@ -41,7 +41,7 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     elif overlaps:
         # At a border of nodes a stage has one neighbour on each side of it.
         mixed = np.asarray((share > 0.0) & (share < 1.0))
-        own = (np.where(mixed, inside, hop), np.where(mixed, across, hop)) if mixed.any() else (hop, hop)
+        own = (np.where(mixed, inside, hop), np.where(mixed, across, hop)) if any_of(mixed) else (hop, hop)
         return _sent_beside_chunks(_Sends(work, hop, own))
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
@@ -212,7 +212,7 @@ def slowed_by_reduction(work: StageWork, reduction: Array) -> Array:
     """Interleaved stages reduce when their last backward pass has ended; its gradients still leave then, and
     where both go over the same links, have half of them."""
     grid, context = work.grid, work.context
-    if not _beside_chunks(grid, context) or not np.any(reduction):
+    if not _beside_chunks(grid, context) or not any_of(reduction):
         return ZERO
     each_s = sent_beside_reductions(work) * layers_of_most(work) / grid.vpp
     return (grid.stages - 1) * np.minimum(each_s, reduction)

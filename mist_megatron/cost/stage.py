@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -32,17 +33,19 @@ from mist_megatron.price.prices import (
     MemoryPass,
     Priced,
     Prices,
+    any_of,
 )
 from mist_megatron.spec.kinds import Place
 from mist_megatron.spec.mesh import Group, Mesh
 from mist_megatron.spec.profile import CollectiveKind
-from mist_megatron.spec.recompute import PARTIAL, kinds_that_drop
+from mist_megatron.spec.recompute import PARTIAL, Recompute, kinds_that_drop
 
 if TYPE_CHECKING:
     from mist_megatron.cost.algebra import Expr
     from mist_megatron.cost.operators import Operator, Work
 
-PASSES = ("forward", "backward", *PARTIAL, "unneeded")
+WHOLE_PASSES = ("forward", "backward", "unneeded")
+PASSES = (*WHOLE_PASSES, *PARTIAL)
 """Each of PARTIAL is what that kind of recomputation runs again of every layer; `unneeded` what
 of the forward pass full recomputation does not."""
 _FIELDS = {
@@ -95,6 +98,16 @@ class StageProgram:
     uses: tuple[Use, ...]
     memory: Mapping[str, Program] = field(default_factory=dict)
     """By role of the stage: `held`, `term.*` and `beyond.*` (see `symbolic.memory_expressions`)."""
+
+    @cached_property
+    def by_pass(self) -> dict[tuple[str, str], list[Use]]:
+        """What each pass over each kind of layer does."""
+        found: dict[tuple[str, str], list[Use]] = {
+            (layer, run): [] for layer in (*EDGES, *(use.layer for use in self.uses)) for run in PASSES
+        }
+        for use in self.uses:
+            found[use.layer, use.run].append(use)
+        return found
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -219,9 +232,6 @@ class PassTime:
     """What else context-parallel ranks send each other, beside which nothing runs."""
     attention_s: Array
     """Part of compute behind which the ring hides."""
-    exact_s: Array
-    interpolated_s: Array
-    extrapolated_s: Array
     weight_grad_s: Array
     inside_weight_grad_s: Array
     """Of that, what is done while tokens are with their experts."""
@@ -236,6 +246,10 @@ class PassTime:
     """... and beside their way."""
     peers: Array
     """Other ranks, summed over the collectives of the pass: each may be late."""
+    exact_s: Array
+    """All of it that the profile held exactly, interpolated or extrapolated, where that was asked for."""
+    interpolated_s: Array
+    extrapolated_s: Array
 
     def without(self, part: PassTime) -> PassTime:
         """The pass less some of its work."""
@@ -289,14 +303,16 @@ def with_unfused_softmax(
     """Where the fused softmax cannot run: conversion to fp32, scaling, mask, softmax and conversion back are
     kernels of their own, over fp32 copies of the scores."""
     falls_back = np.where(np.mod(matrices, FUSED_SOFTMAX_BATCHES) == 0.0, 0.0, 1.0)
-    if not np.any(falls_back):
+    if not any_of(falls_back):
         return passes
     result = dict(passes)
     # Forward: to fp32 (2 + 4 bytes an element), scale (8), mask (9), back (6) beyond the softmax itself;
     # backward undoes them: 6 + 8 + 8 + 6. `scores_bytes` has 2 bytes an element.
     again = [(kind, 14.5, 5) for kind in kinds_that_drop("attention_core")]
     for run, passed_bytes, kernels in (("forward", 14.5, 5), *again, ("backward", 14.0, 4)):
-        passed = passes[layer, run]
+        passed = passes.get((layer, run))
+        if passed is None:
+            continue
         seconds = prices.of(MemoryPass(passed_bytes * scores_bytes, kernels)).seconds * falls_back
         result[layer, run] = replace(
             passed, compute_s=passed.compute_s + seconds, launches=passed.launches + kernels * falls_back
@@ -320,24 +336,28 @@ def price_passes(
     mesh: Mesh[Array],
     placed: Placed | None = None,
     *,
+    recompute: Recompute,
     grad_bytes: float = 4.0,
+    marked: bool = False,
 ) -> dict[tuple[str, str], PassTime]:
-    """Seconds of every (layer kind, pass); `sizes` are the program's outputs."""
+    """Seconds of every layer kind's passes, and of what that recomputation runs again; `sizes` are the
+    program's outputs. `marked` tells what of them was measured, for which a search does not ask."""
     at = _At(prices, mesh, placed, grad_bytes)
     priced = [_price(item, index, sizes, at) for index, item in enumerate(stage.items)]
     shape = np.broadcast_shapes(mesh.tp.shape, *(p.seconds.shape for p in priced))
+    none = np.zeros(shape)
     result: dict[tuple[str, str], PassTime] = {}
-    for layer in dict.fromkeys((*EDGES, *(use.layer for use in stage.uses))):
-        for run in PASSES:
-            sums = {name: np.zeros(shape) for name in PassTime.__dataclass_fields__}
-            for use in stage.uses:
-                if use.layer == layer and use.run == run:
-                    item = stage.items[use.item]
-                    _add_use(sums, use, item, priced[use.item])
-                    if item.kind not in COMPUTED and item.group is Group.TENSOR and not use.captured:
-                        happens = priced[use.item].seconds > 0.0
-                        sums["peers"] += use.count * happens * (mesh.tp - 1.0)
-            result[layer, run] = PassTime(**sums)
+    for (layer, run), uses in stage.by_pass.items():
+        if run not in (*WHOLE_PASSES, recompute):
+            continue
+        sums = dict.fromkeys(PassTime.__dataclass_fields__, none)
+        for use in uses:
+            item = stage.items[use.item]
+            _add_use(sums, use, item, priced[use.item], marked=marked)
+            if item.kind not in COMPUTED and item.group is Group.TENSOR and not use.captured:
+                happens = priced[use.item].seconds > 0.0
+                sums["peers"] = sums["peers"] + use.count * happens * (mesh.tp - 1.0)
+        result[layer, run] = PassTime(**sums)
     return result
 
 
@@ -347,25 +367,26 @@ EXCHANGED = (Group.EXPERT, Group.EXPERT_TENSOR, Group.EXPERT_ALL)
 """Groups in which tokens go to their experts."""
 
 
-def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced) -> None:
+def _add_use(sums: dict[str, Array], use: Use, item: WorkItem, priced: Priced, *, marked: bool) -> None:
+    seconds = use.count * priced.seconds
+    names = [f"{use.place}_s"] if use.place and item.kind in COMPUTED else []
     if item.kind in COMPUTED:
-        sums["compute_s"] += use.count * priced.seconds
-        sums["launches"] += 0.0 if use.captured else use.count * item.kernels
-        if use.place:
-            sums[f"{use.place}_s"] += use.count * priced.seconds
+        names.append("compute_s")
+        if not use.captured:
+            sums["launches"] = sums["launches"] + use.count * item.kernels
     else:
-        sums[COLLECTIVES.get(item.group, "collective_s")] += use.count * priced.seconds
+        names.append(COLLECTIVES.get(item.group, "collective_s"))
         if item.group in EXCHANGED:
-            sums["exchange_s"] += use.count * priced.seconds
+            names.append("exchange_s")
     if item.kind == "attention":
-        sums["attention_s"] += use.count * priced.seconds
-    sums["exact_s"] += use.count * priced.exact_s
-    sums["interpolated_s"] += use.count * priced.interpolated_s
-    sums["extrapolated_s"] += use.count * priced.extrapolated_s
+        names.append("attention_s")
     if use.weight_grad:
-        sums["weight_grad_s"] += use.count * priced.seconds
-        if use.place == "inside":
-            sums["inside_weight_grad_s"] += use.count * priced.seconds
+        names += ["weight_grad_s", "inside_weight_grad_s"][: 1 + (use.place == "inside")]
+    for name in names:
+        sums[name] = sums[name] + seconds
+    if marked:
+        for name in ("exact_s", "interpolated_s", "extrapolated_s"):
+            sums[name] = sums[name] + use.count * getattr(priced, name)
 
 
 def _price(

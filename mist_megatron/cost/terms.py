@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.price.prices import Array, Prices
+from mist_megatron.price.prices import Array, Prices, any_of
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import Mesh
 from mist_megatron.spec.term import AT_STEP, IN_STEPPING_PASS, Term, When
@@ -54,9 +54,9 @@ class Linear:
         """Its value for the layers of each configuration."""
         value = self.fixed
         for count, slope in zip(grid.by_kind, self.slopes, strict=False):
-            if slope.per_layer.any():
+            if any_of(slope.per_layer):
                 value = value + count.layers * slope.per_layer
-            if slope.per_ckpt.any():
+            if any_of(slope.per_ckpt):
                 value = value + count.ckpt * slope.per_ckpt
         return value
 
@@ -150,7 +150,7 @@ class LayerLoad:
     @property
     def passes_back(self) -> bool:
         """Whether it has a backward pass: a frozen layer has none where nothing before it is trained."""
-        return not np.any(self.still) or bool(np.any(self.backward_s))
+        return not any_of(self.still) or any_of(self.backward_s)
 
     @property
     def dropped(self) -> Again:
@@ -202,17 +202,7 @@ class TimeContext:
 
     def mesh(self, grid: StageGrid) -> Mesh[Array]:
         """Ranks of the stages of a grid."""
-        cp = np.asarray(float(self.context_parallel))
-        return Mesh(
-            tp=grid.tp,
-            cp=cp,
-            dp=grid.dp,
-            gpus_per_node=grid.gpus_per_node,
-            ep=grid.ep,
-            etp=grid.etp,
-            instances=grid.instances,
-            inner=np.asarray(float(self.context_inner)),
-        )
+        return grid.mesh(self.context_parallel, self.context_inner)
 
 
 @dataclass(frozen=True)

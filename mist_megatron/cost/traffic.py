@@ -13,7 +13,7 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import slowest
 from mist_megatron.cost.terms import ZERO, LayerLoad, TimeContext
 from mist_megatron.price.overlap import overlapped_time
-from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy, MemoryPass
+from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostCopy, MemoryPass, any_of
 from mist_megatron.spec.mesh import WHOLE, Group, Mesh
 from mist_megatron.spec.profile import CollectiveKind
 from mist_megatron.spec.term import Term
@@ -68,7 +68,7 @@ def layer_traffic(grid: StageGrid, load: LayerLoad, context: TimeContext) -> Tra
         compute = prices.of(DeviceAdam(step_share * on_device)).seconds
         if facts.step.by_place:
             compute = compute + step_copies_s(grid, step_share, context)
-    if np.any(load.expert_parameters):
+    if any_of(load.expert_parameters):
         gather, reduce = _with_experts(load, grid, context)
     else:
         gather = _weight_gather(_gathered(load, grid, context), grid, context)
@@ -109,7 +109,7 @@ def gathered_bytes(count: Array, narrow: Array, context: TimeContext) -> Array:
 def _gathered(load: LayerLoad, grid: StageGrid, context: TimeContext) -> Array:
     """Frozen weights too where all are gathered; where only updated ones are, these."""
     weights = gathered_bytes(load.parameters, load.narrow, context)
-    if not np.any(load.still):
+    if not any_of(load.still):
         return weights
     return weights + np.where(grid.zero >= 3, context.weight_bytes * load.still, 0.0)
 
@@ -118,7 +118,7 @@ def _beyond_copies(count: Array, grid: StageGrid, context: TimeContext) -> dict[
     """Of trained weights, whose second copy is let go of in every step (invalidate_secondary_tensor of
     stage3.py) and made again, zeros first, when the first forward pass lets go of what it has gathered
     (_partition_param_sec of partition_parameters.py)."""
-    if not (context.facts.instances.second_weights and np.any(grid.instances > 1.0)):
+    if not (context.facts.instances.second_weights and any_of(grid.instances > 1.0)):
         return {}
     groups, weights = (Group.DATA, Group.SHARDS), context.weight_bytes * count
     everywhere_s, inside_s = (_weight_gather(weights, grid, context, group) for group in groups)
@@ -132,7 +132,7 @@ def _beyond_copies(count: Array, grid: StageGrid, context: TimeContext) -> dict[
 def _reduction(message: Array, grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
     """Gradients of a layer, where optimizer states are sharded or not."""
     in_buckets = scattered_buckets(message, grid, context, group)
-    if context.facts.reduction.on_all_ranks and np.any(grid.zero < 3):
+    if context.facts.reduction.on_all_ranks and any_of(grid.zero < 3):
         on_all = bucketed("all_reduce", message, grid, context, group)
         in_buckets = np.where(grid.zero >= 3, in_buckets, on_all)
     if context.facts.zero3.reduces_layers:
@@ -205,7 +205,7 @@ def _weight_gather(
     """A layer's weights, at once or matrix by matrix where that is more than the least that is fetched."""
     least = context.facts.zero3.gather_elements
     whole = collective("all_gather", weights, grid, context, group)
-    if least is None or not np.any(grid.zero >= 3):
+    if least is None or not any_of(grid.zero >= 3):
         return whole
     piece = np.minimum(np.maximum(LARGEST_SHARE * weights, context.weight_bytes * least), weights)
     pieces = np.where(weights > 0.0, weights / np.maximum(piece, 1.0), 0.0)
@@ -223,7 +223,8 @@ def collective(
     """Over the data-parallel group of the stage, or that of its experts; nothing for a group of one."""
     mesh = context.mesh(grid)
     ranks = mesh.size(group)
-    if not np.any(ranks > 1.0):
+    several = ranks > 1.0
+    if not any_of(several):
         return ZERO
     nodes = _nodes(mesh, grid, group)
     share = context.facts.zero3.network_share
@@ -235,7 +236,7 @@ def collective(
     else:
         priced = context.prices.of(work)
     seconds = priced.seconds
-    return np.where(ranks > 1.0, seconds, 0.0)
+    return np.where(several, seconds, 0.0)
 
 
 def replicas(grid: StageGrid, context: TimeContext, group: Group = Group.DATA) -> Array:
@@ -258,7 +259,7 @@ def shares(count: Array, experts: Array, grid: StageGrid, context: TimeContext) 
     """Of so many parameters, some of them experts', those that a rank updates."""
     among = owners(context), owners(context, Group.EXPERT_DATA)
     share = (count - experts) / np.where(grid.zero >= 1, replicas(grid, context, among[0]), 1.0)
-    if np.any(experts):
+    if any_of(experts):
         share = share + experts / np.where(grid.zero >= 1, replicas(grid, context, among[1]), 1.0)
     return np.asarray(share)
 
@@ -281,7 +282,7 @@ def scattered(message: Array, grid: StageGrid, context: TimeContext, group: Grou
         return collective("reduce_scatter", message, grid, context, group)
     part = SUB_GROUP[group]
     seconds = collective("reduce_scatter", message, grid, context, part)
-    if np.any(grid.instances > 1.0):
+    if any_of(grid.instances > 1.0):
         own = message if context.facts.instances.joins_whole else message / replicas(grid, context, part)
         joined_s = collective("all_reduce", own, grid, context, Group.INSTANCES)
         seconds = seconds + np.where(grid.zero <= 1.0, joined_s, 0.0)
@@ -292,7 +293,7 @@ def joined_s(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Ar
     """What sub-groups of replicas send each other of a layer whose gradients each of them reduces in every
     micro-batch: weights that are gathered before the first, gradients that are reduced behind the last
     (_bucket_group_gradient_reduce and all_gather_params of Megatron-FSDP's param_and_grad_buffer.py)."""
-    if not (np.any(grid.instances > 1.0) and np.any(grid.zero >= 2.0)):
+    if not (any_of(grid.instances > 1.0) and any_of(grid.zero >= 2.0)):
         return ZERO, ZERO
     if context.facts.instances.second_weights:
         return ZERO, ZERO
@@ -305,7 +306,7 @@ def joined_s(load: LayerLoad, grid: StageGrid, context: TimeContext) -> tuple[Ar
         (load.parameters - experts, load.narrow, Group.DATA),
         (experts, load.narrow_experts, Group.EXPERT_DATA),
     )
-    for count, narrow, group in parts if np.any(experts) else parts[:1]:
+    for count, narrow, group in parts if any_of(experts) else parts[:1]:
         among = replicas(grid, context, SUB_GROUP[group])
         reduced_s = collective(kind, context.grad_bytes * (count / among), grid, context, Group.INSTANCES)
         reduce = reduce + np.where(every, reduced_s, 0.0)
@@ -372,7 +373,7 @@ def _bucket_bytes(bytes_per_element: float, grid: StageGrid, context: TimeContex
 
 def host_copy(copied_bytes: Array, direction: Literal["h2d", "d2h"], context: TimeContext) -> Array:
     """One copy per layer, `h2d` or `d2h`; nothing when nothing is offloaded."""
-    if not np.any(copied_bytes):
+    if not any_of(copied_bytes):
         return ZERO
     return context.prices.of(HostCopy(copied_bytes, direction)).seconds
 

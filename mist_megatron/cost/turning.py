@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-
 from mist_megatron.cost.phases import Phase
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
 
 
@@ -34,7 +32,7 @@ def begun_with(work: StageWork, place: int, kept: LayerWork, *, followed: bool) 
     """What the first layer of a backward pass waits for, of the kind at that place. Where recomputed layers
     come first nothing that they saved has to come in before it."""
     load = work.loads.blocks[place]
-    sends = np.any(work.grid.offload.activations) or np.any(load.moved_bytes)
+    sends = any_of(work.grid.offload.activations) or any_of(load.moved_bytes)
     return found_there(work, load) if sends and (followed or last_layer_stays(work)) else kept
 
 
@@ -42,7 +40,7 @@ def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: La
     """What d has of forward passes of chunks that follow each other while a pipeline warms up: what the last
     layer of one sends off leaves beside the next, which hides less of it than a backward pass does."""
     grid = work.grid
-    if not grid.interleaved or not np.any(load.moved_bytes):
+    if not grid.interleaved or not any_of(load.moved_bytes):
         return Linear()
     between = {StageRole.FIRST: 2, StageRole.MIDDLE: 1}.get(grid.role, 0)
     passes = between * (grid.stages - 1) + (grid.vpp - 1) * grid.stages
@@ -55,7 +53,7 @@ def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[fl
     forward pass runs beside what the one before it sends off, its backward pass beside what comes in for
     that one; layers between the two send nothing, and wait for nothing."""
     context, blocks = work.context, work.loads.blocks
-    sends = tuple(bool(np.any(load.moved_bytes)) for load in blocks)
+    sends = tuple(any_of(load.moved_bytes) for load in blocks)
     if work.grid.parts or len(blocks) == 1 or not sends[place]:
         return []
     every = [block.kept for block in work.blocks]

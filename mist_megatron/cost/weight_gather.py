@@ -7,7 +7,7 @@ import numpy as np
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
 from mist_megatron.cost.traffic import collective, gathered_bytes, whole_buckets
-from mist_megatron.price.prices import Array
+from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import Group
 
 
@@ -17,7 +17,7 @@ def weight_gather(
     """Of so many weights, and of so many of routed experts, which have other copies."""
     narrow, narrow_experts = _narrow(grid, loads)
     gathered = _others(grid, loads, gathered_bytes(count, narrow, context), context)
-    if not np.any(experts):
+    if not any_of(experts):
         return gathered
     whole = gathered_bytes(experts, narrow_experts, context)
     once = whole_buckets("all_gather", whole, context.weight_bytes, grid, context, Group.EXPERT_SHARDS)
@@ -28,7 +28,7 @@ def _narrow(grid: StageGrid, loads: StageLoads) -> tuple[Array, Array]:
     """Those that travel in 8 bits."""
     narrow, experts = (ZERO, ZERO) if loads.head is None else (loads.head.narrow, loads.head.narrow_experts)
     for layers, block in zip(grid.by_kind, loads.blocks, strict=True):
-        if np.any(block.narrow) or np.any(block.narrow_experts):
+        if any_of(block.narrow) or any_of(block.narrow_experts):
             narrow = narrow + layers.layers * block.narrow
             experts = experts + layers.layers * block.narrow_experts
     return narrow, experts

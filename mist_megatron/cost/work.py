@@ -45,7 +45,7 @@ from mist_megatron.cost.traffic import (
 )
 from mist_megatron.cost.weight_gather import weight_gather
 from mist_megatron.price.overlap import overlapped_time
-from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass
+from mist_megatron.price.prices import Array, Collective, DeviceAdam, HostAdam, MemoryPass, any_of
 from mist_megatron.spec.mesh import Group
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.facts import TrafficFacts
@@ -164,7 +164,7 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
 
 def _block_work(grid: StageGrid, block: LayerLoad, context: TimeContext) -> BlockWork:
     kept = recomputed = kept_layer(grid, block, context)
-    if np.any(grid.ckpt):
+    if any_of(grid.ckpt):
         # What a recomputed layer keeps is its input, which is too small to be worth offloading.
         recomputed = layer_work(grid, block, context, again=block.again, moved_bytes=ZERO)
     return BlockWork(kept=kept, recomputed=recomputed)
@@ -219,7 +219,7 @@ def layer_work(
         copy_out_s=saved_out + traffic.step_out_s,
     )
     last = _last_pass(backward, shared, load)
-    if context.facts.host_copies.states_visit and np.any(grid.offload.grads):
+    if context.facts.host_copies.states_visit and any_of(grid.offload.grads):
         # One micro-batch of a step finds gradients that are zero, for which nothing comes in: the first, but
         # an iteration is as long if it is the last.
         last = replace(last, copy_in_s=traffic.weights_in_s + saved_in)
@@ -239,10 +239,10 @@ def layer_work(
 def _last_pass(backward: PassWork, shared: _DataParallel, load: LayerLoad) -> PassWork:
     """The last backward pass of an iteration; what sub-groups of replicas gather before the first is counted
     there, as an iteration is as long if it is the last."""
-    if np.any(shared.outer_gather_s) and load.passes_back:
+    if any_of(shared.outer_gather_s) and load.passes_back:
         gather_s = backward.gather_s + shared.outer_gather_s
         return replace(backward, gather_s=gather_s, reduce_s=shared.reduce_s + shared.last_reduce_s)
-    if not np.any(shared.last_reduce_s):
+    if not any_of(shared.last_reduce_s):
         return backward
     return replace(backward, reduce_s=shared.reduce_s + shared.last_reduce_s)
 
@@ -253,7 +253,7 @@ def _stopping(
     """Tensor-parallel collectives and journeys of tokens that stop compute, forward and backward."""
     forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
     forward_sent, backward_sent = exposed_exchange(grid, load, again, context)
-    if np.any(load.forward_exchange_s):
+    if any_of(load.forward_exchange_s):
         forward_tp = forward_tp - load.forward_exchange_s
         backward_tp = backward_tp - load.backward_exchange_s - again.exchange_s
     if context.tensor_collectives_overlap:
@@ -320,7 +320,7 @@ def _data_parallel(
 
 def _gathers_again(load: LayerLoad, facts: TrafficFacts, recomputed_s: Array) -> Array:
     """1 where ZeRO 3 lets go of a recomputed layer's weights before its backward pass, else 0."""
-    if facts.zero3.reuse_elements is None or not np.any(recomputed_s):
+    if facts.zero3.reuse_elements is None or not any_of(recomputed_s):
         return ZERO
     return np.asarray(load.parameters > facts.zero3.reuse_elements, dtype=np.float64)
 
@@ -362,7 +362,7 @@ def _step_work(
     experts = expert_count(grid, loads)
     if not reduces_in_passes(grid, facts):
         once = reduced_once(count - experts, grid, context, Group.DATA)
-        if np.any(experts):
+        if any_of(experts):
             once = once + reduced_once(experts, grid, context, Group.EXPERT_DATA)
         step[Term.GRADIENT_REDUCTION] = Linear(once)
     if not facts.step.gather_overlaps:
@@ -390,7 +390,7 @@ def _step_work(
         # Weights of ZeRO 1 and 2 that visited go back when they are new.
         visited = context.weight_bytes * count * np.where(zero >= 3, 0.0, grid.offload.weights)
         step[Term.STATES_AT_STEP] = Linear(host_copy(visited, "d2h", context))
-    elif np.any(grid.offload.optimizer):
+    elif any_of(grid.offload.optimizer):
         still_on_device = 1.0 if facts.host_copies.states_visit else 1.0 - grid.offload.grads
         update = prices.of(HostAdam(on_host)).seconds
         gradient_bytes, weight_bytes = crossing_bytes(context)
@@ -415,7 +415,7 @@ def _visits(
     """Offloaded gradients come back before the reduction, when nothing else runs, but for the last three that
     left, which are still there; offloaded weights come and go unit by unit, one after another's update, where
     those are not part of a forward pass."""
-    if not (np.any(grid.offload.grads) or np.any(grid.offload.weights)):
+    if not (any_of(grid.offload.grads) or any_of(grid.offload.weights)):
         return
     first = loads.blocks[grid.runs[0][0] if grid.runs else 0].parameters
     there = 3.0 * first
@@ -444,7 +444,7 @@ def _steps_in_first_forward(
     if facts.step.norm_pass:
         norm = prices.of(MemoryPass(3.0 * context.grad_bytes * share)).seconds
         step[Term.OPTIMIZER_COMPUTE] = Linear(norm)
-    if facts.step.adam_on_host and np.any(grid.offload.optimizer):
+    if facts.step.adam_on_host and any_of(grid.offload.optimizer):
         # The thread that updates a layer launches nothing: the device has the layer before it to run, and the
         # links copies that were launched.
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)

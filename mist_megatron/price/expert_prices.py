@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mist_megatron.price.prices import AllToAll, Array, GroupedGemm, products_s
+from mist_megatron.price.prices import AllToAll, Array, GroupedGemm, any_of, products_s
 
 SHARPNESS = 4.0
 """Exponent of the smooth maximum of arithmetic and memory traffic of one expert's product."""
@@ -94,7 +94,7 @@ def exchanged_bytes(work: AllToAll) -> tuple[Array, Array]:
     copy = np.asarray(work.copy_bytes, dtype=np.float64)
     each = copy * work.top_k / ranks
     inside, outside = each * (per_node - 1.0), each * (ranks - per_node)
-    if np.any(work.once):
+    if any_of(work.once):
         met = copy * (1.0 - _missed(work, ranks))
         node_met = copy * (1.0 - _missed(work, nodes))
         once_outside = node_met * (nodes - 1.0)

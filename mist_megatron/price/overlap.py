@@ -20,9 +20,8 @@ from functools import wraps
 from typing import ParamSpec
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from mist_megatron.price.prices import Array, any_of
 
 STREAMS = ("compute", "gpu_gpu", "host_to_device", "device_to_host")
 COMPUTE, GPU_GPU, HOST_TO_DEVICE, DEVICE_TO_HOST = range(4)
@@ -60,19 +59,18 @@ def overlapped_time(streams: Sequence[Array | float], factors: Array, then: Arra
     """
     arrays = [np.asarray(stream, dtype=np.float64) for stream in streams]
     after = np.asarray(then, dtype=np.float64)
-    shape = np.broadcast_shapes(after.shape, *(array.shape for array in arrays))
-    active = [index for index, array in enumerate(arrays) if (array > 0.0).any()]
-    if not after.any():
+    shape = np.broadcast(after, *arrays).shape
+    active = [index for index, array in enumerate(arrays) if any_of(array > 0.0)]
+    if not any_of(after):
         return _until_done(arrays, active, shape, factors)
     if not any(index in _COPIES for index in active):
         # Nothing runs beside what follows.
         return _until_done(arrays, active, shape, factors) + after
     if len(active) == 1:
         pair, both = [after, arrays[active[0]]], [GPU_GPU, active[0]]
-        return np.array(np.broadcast_to(_two_streams(pair, both, factors), shape))
+        return _spread(_two_streams(pair, both, factors), shape)
     if len(active) == 2 and active[0] not in _COPIES:
-        pair = [arrays[index] for index in active]
-        return np.array(np.broadcast_to(_two_and_then(pair, active, factors, after), shape))
+        return _spread(_two_and_then([arrays[index] for index in active], active, factors, after), shape)
     return _in_chunks([arrays[index] for index in active], active, shape, factors, after)
 
 
@@ -80,11 +78,14 @@ def _until_done(arrays: list[Array], active: list[int], shape: tuple[int, ...], 
     if not active:
         return np.zeros(shape)
     if len(active) == 1:
-        return np.array(np.broadcast_to(arrays[active[0]], shape))
+        return _spread(arrays[active[0]], shape)
     if len(active) == 2:
-        pair = [arrays[index] for index in active]
-        return np.array(np.broadcast_to(_two_streams(pair, active, factors), shape))
+        return _spread(_two_streams([arrays[index] for index in active], active, factors), shape)
     return _in_chunks([arrays[index] for index in active], active, shape, factors, None)
+
+
+def _spread(some: Array, shape: tuple[int, ...]) -> Array:
+    return np.array(some if some.shape == shape else np.broadcast_to(some, shape))
 
 
 def _in_chunks(
@@ -159,8 +160,8 @@ def until_done(
     """Seconds until compute or GPU-GPU traffic is done, however long the copies in and out beside it go on;
     and what is left of these."""
     copy_in, copy_out = copies
-    in_s, out_s = bool(np.any(copy_in)), bool(np.any(copy_out))
-    if not np.any(work_s) or not (in_s or out_s):
+    in_s, out_s = any_of(copy_in), any_of(copy_out)
+    if not any_of(work_s) or not (in_s or out_s):
         return work_s, copies
     if not out_s:
         spent, left = until_first(stream, work_s, HOST_TO_DEVICE, copy_in, factors)

@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from mist_megatron.spec.profile import CollectiveKind
 
 Array = NDArray[np.float64]
+
+
+def any_of(values: ArrayLike) -> bool:
+    """Whether anything is not zero. Arrays of prices are short, and `np.any` takes longer than they do."""
+    if isinstance(values, np.ndarray) and values.ndim == 0:
+        return bool(values)
+    return bool(np.count_nonzero(values))
+
+
 Kinds = NDArray[np.int8] | np.int8
 """How far seconds rest on measurement: one mark for all of an array, or each its own."""
 EXACT, INTERPOLATED, EXTRAPOLATED = (np.int8(mark) for mark in range(3))

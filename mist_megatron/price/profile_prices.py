@@ -34,6 +34,7 @@ from mist_megatron.price.prices import (
     MemoryPass,
     Priced,
     Work,
+    any_of,
     products_s,
     ring_passes,
 )
@@ -264,7 +265,7 @@ class ProfilePrices:
     def _product(self, work: Gemm) -> Priced:
         """Of one without tensor cores: what the next aligned sizes take, or else its arithmetic."""
         vector, unaligned = self.rates.vector_flops_per_s, _unaligned(work)
-        if vector is None or not unaligned.any():
+        if vector is None or not any_of(unaligned):
             return self._looked_up(work)
         wide, deep = (
             np.where(unaligned, np.ceil(size / ALIGNED) * ALIGNED, size) for size in (work.n, work.k)
@@ -373,7 +374,7 @@ class ProfilePrices:
             here = (size == curve.ranks) & ~np.asarray(uneven)
             if work.bytes_per_s is not None and curve.nodes > 1:
                 continue  # a curve of other nodes than those of the links that were measured
-            if here.any():
+            if any_of(here):
                 here = here & (spans == curve.nodes) & (apart >= float(curve.strided))
                 latency = np.where(here, curve.latency_s, latency)
                 rate = np.where(here, curve.bytes_per_s, rate)
@@ -387,6 +388,8 @@ class ProfilePrices:
         c = self.profile.links
         across = spans > 1.0
         inside = self.rates.intra_bytes_per_s * c.intra_fraction.value
+        if not any_of(across):
+            return LinkTime(self._latency(work.kind, size, spans, per_node), np.asarray(inside))
         # All GPUs of a node push through its adapters at once; those of one group share a ring,
         # which crosses the network once per node instead of once per GPU.
         each: Array | float = self.rates.inter_bytes_per_s_per_gpu * c.inter_fraction.value
@@ -402,6 +405,9 @@ class ProfilePrices:
         c = self.profile.links
         intra, inter = c.intra_hop_latency_s.value, c.inter_hop_latency_s.value
         across = spans > 1.0
+        if not any_of(across) and kind != "send_recv":
+            passed = 2.0 if kind == "all_reduce" else 1.0
+            return np.asarray(c.intra_latency_s.value + passed * ((size - 1.0) * intra))
         start = np.where(across, c.inter_latency_s.value, c.intra_latency_s.value)
         if kind == "send_recv":
             return start

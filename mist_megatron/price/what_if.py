@@ -29,6 +29,7 @@ from mist_megatron.price.prices import (
     Priced,
     Prices,
     Work,
+    any_of,
 )
 
 OPERATORS: Mapping[str, str] = MappingProxyType(
@@ -145,7 +146,7 @@ class ScaledPrices:
         ranks, nodes = (np.asarray(count, dtype=np.float64) for count in (work.ranks, work.nodes))
         mixed = (nodes > 1.0) & (ranks > nodes)
         plain = np.where(nodes > 1.0, across, inside)
-        if inside == across or not np.any(mixed):
+        if inside == across or not any_of(mixed):
             return plain
         work = replace(work, strided=False)
         intra_s = self._transfer_s(replace(work, ranks=ranks, nodes=np.minimum(nodes, 1.0)))

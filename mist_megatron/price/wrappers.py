@@ -16,6 +16,7 @@ from mist_megatron.price.prices import (
     Priced,
     Prices,
     Work,
+    any_of,
 )
 
 FLASH_2_FLOPS_PER_S = 3.5e14
@@ -109,7 +110,7 @@ class EightBitOutput:
             return self.usual.of(work)
         m, n, k = (np.asarray(size, dtype=np.float64) for size in (work.m, work.n, work.k))
         logits = (m == self.columns) | (n == self.columns) | (k == self.columns)
-        if not np.any(logits):
+        if not any_of(logits):
             return self.usual.of(work)
         cast_s = self.usual.of(MemoryPass(8.0 * m * k)).seconds * (m != self.columns)
         narrow_s = self.usual.of(replace(work, eight_bit=True)).seconds + cast_s

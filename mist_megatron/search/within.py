@@ -69,5 +69,6 @@ def _solved(choice: ExecutionChoice, evaluator: StageEvaluator, space: Space, sh
 
 
 def _covers(one: EqualPipeline, shape: EqualPipeline) -> bool:
-    """Whether two shapes differ in nothing but the levels of ZeRO that they may choose from."""
-    return replace(one, zero=shape.zero) == shape
+    """Whether two shapes differ in nothing but the levels of ZeRO and the numbers of sub-groups that they may
+    choose from."""
+    return replace(one, zero=shape.zero, instances=shape.instances) == shape

@@ -6,10 +6,10 @@ No other file computes with ranks. A new axis is a field of Mesh, its place in A
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from functools import reduce
+from functools import cached_property, reduce
 from operator import mul
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -150,19 +150,34 @@ class Mesh(Generic[N]):
         ranks: N = self.edp // self.instances
         return ranks
 
+    @cached_property
+    def _groups(self) -> dict[tuple[str, Group], N]:
+        """What was asked of groups already, which a search asks of one mesh again and again."""
+        return {}
+
+    def _of_group(self, name: str, group: Group, made: Callable[[], N]) -> N:
+        if (name, group) not in self._groups:
+            self._groups[name, group] = made()
+        return self._groups[name, group]
+
     def size(self, group: Group) -> N:
         """Ranks of each such group."""
-        return self._product(ALONG[group])
+        return self._of_group("size", group, lambda: self._product(ALONG[group]))
 
     def stride(self, group: Group) -> N:
         """By how much the numbers of neighbours in such a group differ."""
         axes = next(axes for axes in FOLDS if ALONG[group][0] in axes)
-        return self._product(axes[: axes.index(ALONG[group][0])])
+        return self._of_group("stride", group, lambda: self._product(axes[: axes.index(ALONG[group][0])]))
 
     def nodes(self, group: Group) -> N:
         """Nodes that each such group touches."""
-        per_node = self.gpus_per_node // self.stride(group)
-        return -(-self.size(group) // (per_node + (per_node < 1)))
+
+        def touched() -> N:
+            per_node = self.gpus_per_node // self.stride(group)
+            nodes: N = -(-self.size(group) // (per_node + (per_node < 1)))
+            return nodes
+
+        return self._of_group("nodes", group, touched)
 
 
 def distinct_groups(instances: int, inner: int) -> tuple[Group, ...]:
