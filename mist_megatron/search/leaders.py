@@ -4,8 +4,10 @@ that has all of them set is a floor of the others, which are looked at when it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.known import together_gains
@@ -17,6 +19,16 @@ from mist_megatron.spec.plan import Execution
 
 GAIN = ("tp_comm_overlap", "overlap_param_gather", "expert_overlap", "cuda_graphs")
 """Switches of execution that take memory and never time, where a shape may have them."""
+
+
+class Led(NamedTuple):
+    """What the leader of a way tells."""
+
+    computed_s: float
+    """Seconds that no plan of the way beats, ..."""
+    least_s: Callable[[], float]
+    """... and more such seconds, which take longer to tell."""
+    floors: Floors
 
 
 class Leaders:
@@ -40,7 +52,7 @@ class Leaders:
             for members in groups.values()
             for place in members
         }
-        self._spread: dict[tuple[int, int], SpreadShapes] = {}
+        self._spread: dict[tuple[int, int, bool], SpreadShapes] = {}
         self._of_shapes: Floors = {}
         self._least_s: dict[object, float] = {}
         self._kept: dict[object, list[Family]] = {}
@@ -58,12 +70,13 @@ class Leaders:
             self._families[key] = list(families(question.evaluator.job, question.space, limits))
         return self._families[key]
 
-    def told(self, place: int) -> tuple[float, Floors]:
+    def told(self, place: int) -> Led:
         """Of a way, for its queue."""
-        return self.floor_s(place), self._of_shapes
+        return Led(self.floor_s(place, computed=True), partial(self.floor_s, place), self._of_shapes)
 
-    def floor_s(self, place: int) -> float:
-        """Seconds that no plan of a way beats; 0 where none of the others tells."""
+    def floor_s(self, place: int, *, computed: bool = False) -> float:
+        """Seconds that no plan of a way beats; 0 where none of the others tells. Of what is computed alone
+        they are sooner told."""
         leader, widest = self._leader[place], self._widest[place]
         gains = together_gains(self._pairs[leader][1].evaluator)
         if not gains or not _gains(self._execution(place)) <= _gains(self._execution(leader)):
@@ -71,14 +84,15 @@ class Leaders:
         own, most = self.families(place), self.families(widest)
         if own is not most and not set(own) <= set(most):
             return 0.0
-        if (leader, widest) not in self._spread:
+        led = leader, widest, computed
+        if led not in self._spread:
             question = self._pairs[leader][1]
-            self._spread[leader, widest] = SpreadShapes(question, most, every, known=self._of_shapes)
+            self._spread[led] = SpreadShapes(question, most, every, known=self._of_shapes, computed=computed)
         searched = self._pairs[place][0].keeps
-        key = leader, widest, searched, id(own)
+        key = led, searched, id(own)
         if key not in self._least_s:
             kept = [shape for shape, _ in self.kept(place, own)]
-            self._least_s[key] = self._spread[leader, widest].least_s(searched, kept)
+            self._least_s[key] = self._spread[led].least_s(searched, kept)
         return self._least_s[key]
 
     def kept(self, place: int, some: Sequence[Family]) -> list[Family]:

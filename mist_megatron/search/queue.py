@@ -27,10 +27,11 @@ from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.kind_bounds import least_steps_s
 from mist_megatron.search.known import Item, Known, KnownBounds, floors
 from mist_megatron.search.layer_floors import LayerFloors
+from mist_megatron.search.leaders import Led
 from mist_megatron.search.mixed import MixedBound, mixture_bounds
 from mist_megatron.search.pipelines import EqualPipeline, Family
 from mist_megatron.search.room import rooms, with_room
-from mist_megatron.search.spread import Floors, Rival, SpreadShapes
+from mist_megatron.search.spread import Rival, SpreadShapes
 from mist_megatron.spec.recompute import PARTIAL
 
 Bound = EqualBound | MixedBound
@@ -197,9 +198,12 @@ class SpreadQueue(Queue):
     near, at_once, wider = 1.1, 1.1, 1.0
 
     def __init__(
-        self, shapes: Callable[[], SpreadShapes], bounded: Bounded, least_s: float, count: int
+        self, shapes: Callable[[], SpreadShapes], bounded: Bounded, count: int, led: Led | None
     ) -> None:
-        self._made, self._least_s, self._count = shapes, least_s, count
+        self._made, self._count = shapes, count
+        self._least_s = led.computed_s if led is not None else 0.0 if count else math.inf
+        self._led = led
+        """None when all that it tells was asked for."""
         self._shapes: SpreadShapes | None = None
         """None until something below that least may be wanted."""
         super().__init__([], [], bounded)
@@ -215,7 +219,9 @@ class SpreadQueue(Queue):
 
     def _look(self, limit_s: float) -> None:
         if self._shapes is None:
-            if limit_s < self._least_s:
+            if self._led is not None and limit_s >= self._least_s:
+                self._least_s, self._led = max(self._least_s, self._led.least_s()), None
+            if limit_s < self._least_s or math.isinf(self._least_s):
                 return
             self._shapes = self._made()
             limit_s = min([limit_s, *(s * self.at_once for s in self._shapes.left_s[:1])])
@@ -407,15 +413,15 @@ def ordered_spread(
     keeps: Callable[[EqualPipeline], bool],
     bounded: Bounded | None = None,
     rivals: Sequence[Rival] = (),
-    leaders: tuple[float, Floors | None] = (0.0, None),
+    led: Led | None = None,
 ) -> Order:
-    """The same of models with experts, spread in every way; `leaders` say what no plan takes less than, and
-    keep floors."""
-    least_s, floors_s = leaders
+    """The same of models with experts, spread in every way; a leader says what no plan takes less than, and
+    keeps floors."""
+    floors_s = None if led is None else led.floors
     bounded = bounded or bounded_of(question)
     shapes = partial(SpreadShapes, question, families, keeps, rivals, floors_s)
     count = sum(len(spreads) for _, spreads in families)
-    return Order(SpreadQueue(shapes, bounded, least_s, count), Queue([], [], bounded))
+    return Order(SpreadQueue(shapes, bounded, count, led), Queue([], [], bounded))
 
 
 def of_possible(least: SearchProblem | None, bounded: Bounded) -> Bounded:

@@ -117,14 +117,12 @@ def _added(
     for row, shape in enumerate(shapes):
         alike.setdefault((shape.stages, shape.vpp), []).append(row)
     splits = {key: _Splits.of(question, shapes[rows[0]], whole_layers=whole) for key, rows in alike.items()}
-    fitting = {role: _fitting(question, shapes, splits, role, recompute) for role in StageRole}
-    again_s = _slopes(question, shapes, recompute)
+    fitting = _all_fitting(question, shapes, splits, alike, recompute)
+    again_s, some = np.zeros(len(shapes)), _left(alike, fitting)
+    again_s[some] = _slopes(question, [shapes[row] for row in some], recompute)
     for key, rows in alike.items():
-        table, counts, positions = splits[key]
-        fits = np.ones((len(rows), len(table), len(counts)), dtype=bool)
-        for role in positions:
-            _, places = splits[key].sizes(role)
-            fits &= fitting[role][np.array(rows)[:, None], places, : len(counts)]
+        table, counts, _ = splits[key]
+        fits = fitting[key]
         fewest = table.min(axis=1).reshape(-1, 1)
         repeated = fewest
         if whole:
@@ -138,18 +136,49 @@ def _added(
         yield from ((shapes[row], each_s) for row, each_s in zip(rows, added_s, strict=True))
 
 
+def _all_fitting(
+    question: SearchProblem,
+    shapes: Sequence[EqualPipeline],
+    splits: Mapping[tuple[int, int], _Splits],
+    alike: Mapping[tuple[int, int], list[int]],
+    recompute: Recompute,
+) -> dict[tuple[int, int], NDArray[np.bool_]]:
+    """By stages and chunks: by shape, split and number of recomputed layers, whether all stages fit. Stages
+    of a role are asked of shapes whose others fit."""
+    fitting = {
+        key: np.ones((len(rows), len(splits[key].table), len(splits[key].counts)), dtype=bool)
+        for key, rows in alike.items()
+    }
+    for role in StageRole:
+        fits = _fitting(question, shapes, splits, role, recompute, _left(alike, fitting))
+        for key, rows in alike.items():
+            mine = np.flatnonzero(fitting[key].any(axis=(1, 2)))
+            if role in splits[key].positions and len(mine):
+                _, places = splits[key].sizes(role)
+                fitting[key][mine] &= fits[np.array(rows)[mine, None], places, : len(splits[key].counts)]
+    return fitting
+
+
+def _left(
+    alike: Mapping[tuple[int, int], list[int]], fitting: Mapping[tuple[int, int], NDArray[np.bool_]]
+) -> list[int]:
+    """Shapes of which something fits."""
+    return [rows[k] for key, rows in alike.items() for k in np.flatnonzero(fitting[key].any(axis=(1, 2)))]
+
+
 def _fitting(
     question: SearchProblem,
     shapes: Sequence[EqualPipeline],
     splits: Mapping[tuple[int, int], _Splits],
     role: StageRole,
     recompute: Recompute,
+    left: Sequence[int],
 ) -> NDArray[np.bool_]:
-    """By shape, number of layers and number of recomputed layers: whether stages of a role fit. What a stage
-    holds depends on nothing else of its pipeline."""
+    """By shape, number of layers and number of recomputed layers: whether stages of a role fit, of the shapes
+    that are left. What a stage holds depends on nothing else of its pipeline."""
     evaluator, layers = question.evaluator, question.evaluator.job.model.layers
     own = [splits[shape.stages, shape.vpp] for shape in shapes]
-    rows = [row for row, each in enumerate(own) if role in each.positions]
+    rows = [row for row in left if role in own[row].positions]
     counts = _padded([each.counts for each in own])
     sizes = _padded([own[row].sizes(role)[0] for row in rows]) if rows else np.zeros((0, 1))
     fits = np.zeros((len(shapes), sizes.shape[1], counts.shape[1]), dtype=bool)

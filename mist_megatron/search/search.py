@@ -254,9 +254,9 @@ class _Run:
                 spread = leaders.kept(place, made.spread(place, leaders.families(place)))
                 least = None if way.least is None else self._asked([way.least])[0][1]
                 bounded = of_possible(least, self._bounded(place))
-                told = leaders.told(place) if spread else (math.inf, None)
+                led = leaders.told(place) if spread else None
                 orders.append(
-                    ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), told)
+                    ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), led)
                 )
                 items += len(spread)
                 continue

@@ -87,17 +87,20 @@ class SpreadShapes:
         keeps: Callable[[EqualPipeline], bool],
         rivals: Sequence[Rival] = (),
         known: Floors | None = None,
+        *,
+        computed: bool = False,
     ) -> None:
+        """`computed`: with bounds that count what is computed alone, which few prices tell."""
         self._families, self._keeps = families, keeps
         of_family = [len(spreads) for _, spreads in families]
         self._rows = np.repeat(np.arange(len(families)), of_family)
         every = [spread for _, spreads in families for spread in spreads]
         self._spreads = np.array(every, dtype=np.float64).reshape(-1, 2)
         known = {} if known is None else known
-        key = _alike(question, families, rivals)
+        key = computed, _alike(question, families, rivals)
         if key not in known:
-            shapes = [shape for shape, _ in families]
-            known[key] = _floors(question, shapes, self._rows, self._spreads, rivals)
+            asked = [shape for shape, _ in families], self._rows, self._spreads
+            known[key] = _computed(question, *asked) if computed else _floors(question, *asked, rivals)
         floors_s = known[key]
         order = np.argsort(floors_s, kind="stable")
         self._order = order[: int(np.isfinite(floors_s).sum())]
@@ -176,30 +179,9 @@ def _floors(
 ) -> Array:
     """Seconds that no plan of each shape beats; infinite where states alone do not fit, and where tokens that
     are sent otherwise are never slower."""
-    sizes = np.array(
-        [
-            (
-                s.nodes,
-                s.gpus_per_node,
-                slices_alike(s),
-                s.stages,
-                s.vpp,
-                s.grad_accum,
-                min(s.zero),
-                s.micro_batch,
-                s.tp,
-            )
-            for s in shapes
-        ],
-        dtype=np.float64,
-    ).reshape(-1, 9)[rows]
+    sizes = _sizes(shapes)[rows]
     floors = np.full(len(rows), np.inf)
-    groups: dict[tuple[float, ...], Ints] = {}
-    several = np.column_stack((sizes[:, 2], sizes[:, 3] > 1.0))
-    keys, places = np.unique(several, axis=0, return_inverse=True)
-    for place, key in enumerate(keys.tolist()):
-        groups[tuple(key)] = np.flatnonzero(places.reshape(-1) == place)
-    for (sliced, _), mine in groups.items():
+    for (sliced, _), mine in _groups(np.column_stack((sizes[:, 2], sizes[:, 3] > 1.0))).items():
         question.tick()
         own = sizes[mine]
         distinct, index = _distinct(np.column_stack((own[:, [3, 0, 1]], own[:, 6:], spreads[mine])))
@@ -220,6 +202,51 @@ def _floors(
             sends = (grid.etp == 1.0) & (grid.ep > 1.0)
             here = here & ~(sends & _outdone(rivals, grid))[index]
         floors[mine] = np.where(here, each_s, np.inf)
+    return floors
+
+
+def _sizes(shapes: Sequence[EqualPipeline]) -> Array:
+    """What floors of shapes follow from, a row each."""
+    rows = [
+        (
+            shape.nodes,
+            shape.gpus_per_node,
+            slices_alike(shape),
+            shape.stages,
+            shape.vpp,
+            shape.grad_accum,
+            min(shape.zero),
+            shape.micro_batch,
+            shape.tp,
+        )
+        for shape in shapes
+    ]
+    return np.array(rows, dtype=np.float64).reshape(-1, 9)
+
+
+def _groups(rows: Array) -> dict[tuple[float, ...], Ints]:
+    """Which rows are equal."""
+    keys, places = np.unique(rows, axis=0, return_inverse=True)
+    return {
+        tuple(key): np.flatnonzero(places.reshape(-1) == place) for place, key in enumerate(keys.tolist())
+    }
+
+
+def _computed(question: SearchProblem, shapes: Sequence[EqualPipeline], rows: Ints, spreads: Array) -> Array:
+    """The same of what layers and head compute, on all stages: the slowest takes the mean or more."""
+    sizes, floors = _sizes(shapes)[rows], np.zeros(len(rows))
+    model = question.evaluator.job.model
+    for (sliced,), mine in _groups(sizes[:, 2:3]).items():
+        question.tick()
+        own = sizes[mine]
+        only = np.ones((len(mine), 1))
+        distinct, index = _distinct(np.column_stack((only, own[:, [0, 1]], own[:, 6:], spreads[mine])))
+        loads = question.evaluator.loads(_grid(question, distinct, sliced=bool(sliced)))
+        each_s = [load.forward_s + load.backward_s for load in loads.blocks]
+        sum_s = sum((each_s[place] for place in model.kind_of_layer), start=np.zeros(len(distinct)))
+        if loads.head is not None:
+            sum_s = sum_s + loads.head.forward_s + loads.head.backward_s
+        floors[mine] = own[:, 5] / own[:, 3] * sum_s[index] * (1 - 1e-9)
     return floors
 
 
