@@ -10,7 +10,7 @@ from mist_megatron.ask.job_words import AskedJob
 from mist_megatron.ask.tune import Tuned
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.execution import execution_choices
-from mist_megatron.search.layer_floors import least_gpu_s
+from mist_megatron.search.layer_floors import LayersAlone
 from mist_megatron.search.search import Settings, Status, StoppedEmpty
 from mist_megatron.search.space import Space
 from mist_megatron.search.ways import Way, questions_of
@@ -48,10 +48,11 @@ def _on_fewer(asked: AskedJob, whole: Tuned, settings: Settings, search: Search)
     job, best = asked.job, whole
     if not may_be_fewer(job, whole.asked, settings) or whole.result.status is not Status.OPTIMAL:
         return whole
-    gpu_s = least_gpu_s_of(job, whole.asked, settings)
+    alone = layers_alone(job, whole.asked, settings)
+    gpu_s = min(each.gpu_s for each in alone)
     for cluster in _smaller(job.cluster):
         below_s = best.iteration_s
-        if gpu_s / cluster.gpus >= below_s:
+        if gpu_s / cluster.gpus >= below_s or all(each.step_s(cluster) >= below_s for each in alone):
             continue
         try:
             answer = search(
@@ -84,16 +85,18 @@ def _smaller(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
         yield replace(cluster, nodes=1, gpus_per_node=gpus)
 
 
-def least_gpu_s_of(job: Job, space: Space, settings: Settings) -> float:
-    """What a step takes of GPUs at least, in whatever way it is executed: what layers compute where nothing
-    is run again depends on nothing but how sequences are split."""
+def layers_alone(job: Job, space: Space, settings: Settings) -> list[LayersAlone]:
+    """What layers take of GPUs at least, in whatever way they are executed: what they compute where nothing
+    is run again depends on nothing but how sequences are split, and on whether kernels are replayed."""
     ways: dict[object, Way] = {}
     sharing = Sharing()
     for choice in execution_choices(job, space, settings.limits):
         said = choice.job.execution
         # Levels that the limits ask for may be Megatron-FSDP's alone.
-        same = said.context_parallel, said.context_exchange, said.context_inner, said.megatron_fsdp
+        context = said.context_parallel, said.context_exchange, said.context_inner
+        same = context, said.megatron_fsdp, said.cuda_graphs
         if same not in ways:
             ways[same] = Way(evaluator=sharing.of(choice.job), limits=choice.limits)
     asked = zip(*questions_of(list(ways.values()), space, settings.step, settings.solver), strict=True)
-    return min(least_gpu_s(question, way.limits) for way, question in asked)
+    # What was asked for leaves more than the limits of each way do.
+    return [LayersAlone.of(question, settings.limits) for _, question in asked]

@@ -234,8 +234,11 @@ def _checked_step(raw: Any, known: int) -> Step | None:
         value = operands[0]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return (operation, (float(value),)) if number and math.isfinite(value) else None
-    if operation not in _OPERATIONS or not all(_is_slot(operand, known) for operand in operands):
+    if operation not in _OPERATIONS:
         return None
+    for operand in operands:  # no call for each: a search reads a hundred programs
+        if type(operand) is not int or not 0 <= operand < known:
+            return None
     count = _OPERATIONS[operation][0]
     return (operation, operands) if count in (None, len(operands)) else None
 

@@ -6,8 +6,10 @@ thousands of shapes that they are too slow, before anything else of them is pric
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -15,10 +17,11 @@ from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.search.bounds import LeastTimes, SearchProblem, bound_of, layer_counts, least_recompute
 from mist_megatron.search.choices import Array
 from mist_megatron.search.experts import divisors
-from mist_megatron.search.pipelines import EqualPipeline, tensor_sizes
+from mist_megatron.search.pipelines import EqualPipeline, stage_grids, tensor_sizes
 from mist_megatron.search.space import Limits
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import alike
-from mist_megatron.spec.mesh import StageRole, nodes_and_gpus
+from mist_megatron.spec.mesh import StageRole, data_parallel_size, nodes_and_gpus
 from mist_megatron.spec.term import Term
 
 Ranks = tuple[int, int, bool]
@@ -61,33 +64,77 @@ def _alike(question: SearchProblem) -> object:
     return same, recompute, min(question.space.zero)
 
 
-def least_gpu_s(question: SearchProblem, limits: Limits) -> float:
-    """GPU-seconds that layers and head compute in a step at least, on any number of the job's GPUs."""
-    job, space = question.evaluator.job, question.space
-    cp, batch = job.execution.context_parallel, job.training.global_batch
-    ranks = {
-        (tp, micro_batch, on)
-        for tp in tensor_sizes(job, space, limits, job.cluster.gpus)
-        for micro_batch in divisors(batch)
-        for on in (False, True)[: 1 + (tp > 1)]
-    }
-    seconds: dict[Ranks, tuple[float, ...]] = {}
-    for members, grid in grids_of(question, ranks):
-        loads = question.evaluator.loads(grid)
-        passes = [
-            load.forward_s + load.backward_s for load in (*loads.blocks, loads.head) if load is not None
+@dataclass(frozen=True)
+class LayersAlone:
+    """What layers and head compute in a way of execution at least, on any number of the job's GPUs."""
+
+    question: SearchProblem
+    limits: Limits
+    seconds: Mapping[tuple[int, int], tuple[float, ...]]
+    """By tensor-parallel ranks and micro-batch: a layer of each kind, and the head."""
+
+    @classmethod
+    def of(cls, question: SearchProblem, limits: Limits) -> LayersAlone:
+        """Without and with sequence parallelism the less is taken."""
+        job, space = question.evaluator.job, question.space
+        ranks = {
+            (tp, micro_batch, on)
+            for tp in tensor_sizes(job, space, limits, job.cluster.gpus)
+            for micro_batch in divisors(job.training.global_batch)
+            for on in (False, True)[: 1 + (tp > 1)]
+        }
+        seconds: dict[tuple[int, int], tuple[float, ...]] = {}
+        for members, grid in grids_of(question, ranks):
+            loads = question.evaluator.loads(grid)
+            passes = [
+                load.forward_s + load.backward_s for load in (*loads.blocks, loads.head) if load is not None
+            ]
+            each_s = [np.broadcast_to(part, (len(members),)).tolist() for part in passes]
+            for (tp, micro_batch, _), *parts in zip(members, *each_s, strict=True):
+                other = seconds.get((tp, micro_batch), parts)
+                seconds[tp, micro_batch] = tuple(map(min, parts, other))
+        whole = len(seconds) == len({some[:2] for some in ranks})
+        return cls(question, limits, seconds if whole else {})
+
+    @cached_property
+    def gpu_s(self) -> float:
+        """GPU-seconds of a step; 0 where they are not told of all ranks."""
+        if not self.seconds:
+            return 0.0
+        job = self.question.evaluator.job
+        cp, batch = job.execution.context_parallel, job.training.global_batch
+        each = [
+            [tp * cp * part / micro_batch for part in parts]
+            for (tp, micro_batch), parts in self.seconds.items()
         ]
-        each_s = [np.broadcast_to(part, (len(members),)).tolist() for part in passes]
-        seconds.update((one, tuple(parts)) for one, *parts in zip(members, *each_s, strict=True))
-    if len(seconds) < len(ranks):
-        return 0.0
-    each = [
-        [tp * cp * part / micro_batch for part in parts] for (tp, micro_batch, _), parts in seconds.items()
-    ]
-    *kinds_s, head_s = (float(min(parts)) for parts in zip(*each, strict=True))
-    of_layer = job.model.kind_of_layer
-    layers_s = sum(of_layer.count(kind) * layer_s for kind, layer_s in enumerate(kinds_s))
-    return float(batch * (layers_s + head_s))
+        *kinds_s, head_s = (float(min(parts)) for parts in zip(*each, strict=True))
+        return float(batch * (self._layers_s(kinds_s) + head_s))
+
+    def step_s(self, cluster: ClusterSpec) -> float:
+        """Seconds of a step on these of the GPUs: of a pipeline some stage has the mean of all layers rounded
+        up, or more. Infinite where nothing may lie on them."""
+        question, even_s = self.question, self.gpu_s / cluster.gpus
+        job, space = replace(question.evaluator.job, cluster=cluster), question.space
+        if space.unequal or not job.model.alike:
+            return even_s
+        cp, batch, layers = job.execution.context_parallel, job.training.global_batch, job.model.layers
+        least_s = math.inf
+        for stages, (nodes, per_node), tp in stage_grids(job, space, self.limits):
+            dp = data_parallel_size(nodes * per_node, tp=tp, cp=cp)
+            if not dp or batch % dp:
+                continue
+            for micro_batch in divisors(batch // dp):
+                parts = self.seconds.get((tp, micro_batch))
+                if parts is None:
+                    return even_s
+                count = batch // dp // micro_batch
+                mean_s = (self._layers_s(parts[:-1]) + parts[-1]) / stages
+                least_s = min(least_s, count * max(mean_s, -(-layers // stages) * min(parts[:-1])))
+        return max(even_s, least_s * (1 - 1e-9))
+
+    def _layers_s(self, kinds_s: Sequence[float]) -> float:
+        of_layer = self.question.evaluator.job.model.kind_of_layer
+        return sum(of_layer.count(kind) * layer_s for kind, layer_s in enumerate(kinds_s))
 
 
 def ranks_of(shape: EqualPipeline) -> Ranks:

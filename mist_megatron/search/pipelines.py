@@ -145,6 +145,16 @@ def orders(cluster: ClusterSpec, stage_gpus: int) -> Iterator[tuple[int, ...]]:
 
 def families(job: Job, space: Space, limits: Limits) -> Iterator[Family]:
     """All shapes, those that differ in nothing but where experts are together."""
+    for grid in stage_grids(job, space, limits):
+        yield from _with_batches(job, space, limits, grid)
+
+
+Grid = tuple[int, tuple[int, int], int]
+"""Stages, nodes of each and its GPUs on each of them, and tensor-parallel ranks."""
+
+
+def stage_grids(job: Job, space: Space, limits: Limits) -> Iterator[Grid]:
+    """All that stages may lie on."""
     cluster, model = job.cluster, job.model
     for stages in divisors(cluster.gpus):
         if stages > model.layers or not limits.allows("pp", stages) or (stages > 1 and not space.pipeline):
@@ -155,7 +165,7 @@ def families(job: Job, space: Space, limits: Limits) -> Iterator[Family]:
         if mesh is None:
             continue
         for tp in tensor_sizes(job, space, limits, mesh[0] * mesh[1]):
-            yield from _with_batches(job, space, limits, (stages, mesh, tp))
+            yield stages, mesh, tp
 
 
 def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int, ...]:
@@ -186,9 +196,7 @@ def _tensor_parallel_allowed(job: Job, space: Space, limits: Limits, tp: int) ->
     return splits(job.model, tp) and limits.allows("tp", tp)
 
 
-def _with_batches(
-    job: Job, space: Space, limits: Limits, grid: tuple[int, tuple[int, int], int]
-) -> Iterator[Family]:
+def _with_batches(job: Job, space: Space, limits: Limits, grid: Grid) -> Iterator[Family]:
     stages, (nodes, gpus_per_node), tp = grid
     cp = job.execution.context_parallel
     dp = data_parallel_size(nodes * gpus_per_node, tp=tp, cp=cp)

@@ -4,13 +4,14 @@ one, as `predict` has them; and a larger space is never slower."""
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
 from jobs import small_job, told_of
 
 from mist_megatron.ask.emit import framework_files
-from mist_megatron.ask.fewer_gpus import least_gpu_s_of
+from mist_megatron.ask.fewer_gpus import layers_alone
 from mist_megatron.ask.tune import tune
 from mist_megatron.ask.tune_words import tune as tune_words
 from mist_megatron.cost.predict import job_of
@@ -146,10 +147,26 @@ def test_fewer_gpus_over_slow_links():
 def test_numbers_on_which_layers_alone_take_too_long_are_passed_over():
     """What is passed over has no faster plan."""
     job = replace(spread_job(2, batch=8, seq=2048), target="megatron")
-    gpu_s = least_gpu_s_of(job, FULL, Settings())
+    alone = layers_alone(job, FULL, Settings())
     for gpus, per_node in ((4, 2), (2, 2), (1, 1)):
         part = replace(job, cluster=replace(job.cluster, nodes=gpus // per_node, gpus_per_node=per_node))
-        assert 0.3 * tune(part).iteration_s < gpu_s / gpus < tune(part).iteration_s
+        least_s, found_s = min(each.step_s(part.cluster) for each in alone), tune(part).iteration_s
+        assert 0.3 * found_s < min(each.gpu_s for each in alone) / gpus <= least_s < found_s
+
+
+def test_numbers_on_which_nothing_may_lie_are_passed_over():
+    """On 5 nodes 4 layers make no five stages, nor do 8 sequences five replicas: they are not searched. Of
+    three stages one has two layers."""
+    job = replace(spread_job(2, batch=8, seq=2048), target="megatron")
+    job = replace(job, cluster=replace(job.cluster, nodes=6))
+    alone = layers_alone(job, FULL, Settings())
+    five, three = (replace(job.cluster, nodes=nodes) for nodes in (5, 3))
+    assert all(each.step_s(five) == math.inf for each in alone)
+    with pytest.raises(InputError):
+        tune(replace(job, cluster=five))
+    least_s = min(each.step_s(three) for each in alone)
+    assert 1.15 * min(each.gpu_s for each in alone) / three.gpus < least_s
+    assert least_s < tune(replace(job, cluster=three)).iteration_s
 
 
 def test_what_layers_of_several_kinds_compute_at_least():
@@ -157,6 +174,6 @@ def test_what_layers_of_several_kinds_compute_at_least():
     words = {"model": "gemma-3-1b", "gpus": 2, "gpu": "a100-sxm-80gb", "seq": 2048, "global_batch": 8}
     words = {**words, "target": "deepspeed"}
     tuned = tune_words(**words)
-    gpu_s = least_gpu_s_of(job_of(tuned.plan), FULL, Settings())
+    gpu_s = min(each.gpu_s for each in layers_alone(job_of(tuned.plan), FULL, Settings()))
     one = tune_words(**{**words, "gpus": 1, "forbid": "fewer_gpus"})
     assert 0.3 * one.iteration_s < gpu_s < one.iteration_s and tuned.iteration_s <= one.iteration_s
