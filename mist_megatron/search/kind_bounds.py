@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.bounds import SearchProblem, least_recompute
-from mist_megatron.search.choices import AXES, Array, slot_at
+from mist_megatron.search.choices import AXES, Array
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.slots import Alike, around_of, slots_grid, slots_of
-from mist_megatron.search.stage_prices import Times
+from mist_megatron.search.slots import Alike, Slot, around_of, distinct, slots_grid, slots_of
+from mist_megatron.search.stage_prices import Times, with_axes
 from mist_megatron.spec.kinds import STAYS
 
 
@@ -33,8 +34,11 @@ def least_slopes(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
     return [_least(slope.per_layer, len(shapes)) for slope in slopes]
 
 
-def _least(values: Array, count: int) -> Array:
-    """Along all axes but the last, which is of shapes."""
+def _least(values: Array, count: int, there: NDArray[np.bool_] | None = None) -> Array:
+    """Along all axes but the last, which is of shapes; of the slots, the first axis, that are there."""
+    if there is not None:
+        values = with_axes(np.asarray(values), len(AXES) + 1)
+        values = np.where(there.reshape(len(there), *(1,) * (len(AXES) - 1), -1), values, np.inf)
     whole = np.broadcast_to(values, (*np.shape(values)[:-1], count))
     return np.asarray(whole.reshape(-1, count).min(axis=0), dtype=np.float64)
 
@@ -55,7 +59,10 @@ def _with_nothing(
 
     return replace(
         grid,
-        in_flight=np.array([slot_at(shape, position, 1).held for shape in shapes]),
+        nodes=column("nodes"),
+        gpus_per_node=column("gpus_per_node"),
+        stages=column("stages"),
+        in_flight=np.ones(1),
         micro_batch=column("micro_batch"),
         dp=column("dp"),
         tp=column("tp"),
@@ -74,28 +81,49 @@ class _Beyond(NamedTuple):
     both_s: Array
     """With d."""
     step_s: Array
+    slopes: Sequence[Array]
+    """By kind: what was taken for a layer's time. Of all stages together any will do, since each layer is on
+    one of them."""
+
+
+_SomeSlots = dict[int, frozenset[Slot]]
+"""By stages of a pipeline: those of some of its stages."""
+
+
+def _slots(
+    question: SearchProblem, shapes: Sequence[EqualPipeline], positions: Callable[[int], Iterable[int]]
+) -> _SomeSlots:
+    """Of the stages at these positions of pipelines of so many stages."""
+    one_of = {shape.stages: shape for shape in shapes}
+    return {
+        stages: frozenset(
+            slot for k in positions(stages) for some in slots_of(question, shape, k).values() for slot in some
+        )
+        for stages, shape in one_of.items()
+    }
 
 
 def _beyond_layers(
     question: SearchProblem,
     shapes: Sequence[EqualPipeline],
-    positions: Sequence[int],
-    slopes: Sequence[Array],
+    position: int,
+    of_stages: _SomeSlots,
+    slopes: Sequence[Array] | None,
 ) -> _Beyond:
-    """Of a stage at one of these positions, of one role, whatever its layers are, which take at least so
-    long."""
+    """Of a stage that may have these slots, with the role of that position of the first shape, whatever its
+    layers are, which take so long; None has them from these stages."""
     first = shapes[0]
     least: list[tuple[Array, ...]] = []
     stays = question.space.offload == STAYS
-    slots = sorted(
-        {slot for k in positions for some in slots_of(question, first, k).values() for slot in some}
-    )
+    slots = sorted(frozenset().union(*of_stages.values()))
     around = [around_of(question, first, slot) for slot in slots]
     for here in dict.fromkeys(around):
         question.tick()
-        alike = [slot for slot, kinds in zip(slots, around, strict=True) if kinds == here], here
-        grid = _with_nothing(question, shapes, positions[0], alike)
+        some = [slot for slot, kinds in zip(slots, around, strict=True) if kinds == here]
+        grid, places = distinct(_with_nothing(question, shapes, position, (some, here)))
         times = Times.of(question.evaluator, grid)
+        if slopes is None:
+            slopes = [_least(slope.per_layer, len(shapes)) for slope in times.stable.slopes]
         layers_s = sum(
             (n.layers * each_s for n, each_s in zip(grid.by_kind, slopes, strict=True)), np.zeros(1)
         )
@@ -103,16 +131,20 @@ def _beyond_layers(
         # What leaves for host memory may make d shorter than it is here.
         both_s = ramp_s + times.delta.at(grid) if stays else ramp_s
         step_s = times.step.at(grid) if stays else np.zeros(1)
-        least.append(tuple(_least(part, len(shapes)) for part in (ramp_s, both_s, step_s)))
-    return _Beyond(*(np.minimum.reduce(parts) for parts in zip(*least, strict=True)))
+        each = {stages: [slot in found for slot in some] for stages, found in of_stages.items()}
+        there = np.zeros((len(grid.layers), len(shapes)), dtype=bool)
+        np.logical_or.at(there, places, np.array([each[shape.stages] for shape in shapes]).T)
+        least.append(tuple(_least(part, len(shapes), there) for part in (ramp_s, both_s, step_s)))
+    ramp_s, both_s, step_s = (np.minimum.reduce(some) for some in zip(*least, strict=True))
+    return _Beyond(ramp_s, both_s, step_s, slopes or ())
 
 
 def least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
     """No plan of each shape is faster."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
-        key = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.vpp
-        groups.setdefault((*key, shape.bridged), []).append(index)
+        key = min(shape.stages, 3), shape.sequence_parallel, shape.vpp, shape.bridged
+        groups.setdefault(key, []).append(index)
     steps = np.zeros(len(shapes))
     for members in groups.values():
         steps[members] = _least_steps_s(question, [shapes[index] for index in members])
@@ -120,17 +152,23 @@ def least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> l
 
 
 def _least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> Array:
-    """The same of shapes that differ in what a grid has axes for: the least of the layers, and what stages
-    of each role take beyond these at least."""
+    """The same of shapes that differ in what a grid has axes for: what layers take, and what stages of each
+    role take beyond that at least."""
     first, last = shapes[0], shapes[0].stages - 1
-    slopes = least_slopes(question, shapes)
-    layers_s = sum_of_layers(question, slopes) / first.vpp
-    ends = [_beyond_layers(question, shapes, positions, slopes) for positions in ([0], [last])]
+    stages = np.array([shape.stages for shape in shapes], dtype=np.float64)
+    front = _beyond_layers(question, shapes, 0, _slots(question, shapes, lambda _: [0]), None)
+
+    def beyond(position: int, positions: Callable[[int], Iterable[int]]) -> _Beyond:
+        of_stages = _slots(question, shapes, positions)
+        return _beyond_layers(question, shapes, position, of_stages, front.slopes)
+
+    layers_s = sum_of_layers(question, front.slopes) / first.vpp
+    ends = [front, beyond(last, lambda count: [count - 1]) if last else front]
     ramp_s = layers_s + ends[0].ramp_s + (ends[1].ramp_s if last else 0.0)
     if last > 1:
-        ramp_s = ramp_s + (last - 1) * _beyond_layers(question, shapes, range(1, last), slopes).ramp_s
+        ramp_s = ramp_s + (stages - 2.0) * beyond(1, lambda count: range(1, count - 1)).ramp_s
     second_s = once_of(first) * ramp_s - ends[0].ramp_s + ends[0].both_s
-    steady_s = np.array([others_of(shape) for shape in shapes]) * np.maximum(ramp_s, 0.0) / first.stages
+    steady_s = np.array([others_of(shape) for shape in shapes]) * np.maximum(ramp_s, 0.0) / stages
     return np.asarray((steady_s + second_s + np.maximum(ends[0].step_s, ends[1].step_s)) * (1 - 1e-9))
 
 

@@ -31,7 +31,7 @@ from mist_megatron.search.choices import AXES, Array, Choices, slot_at
 from mist_megatron.search.kind_bounds import least_slopes, once_of, others_of, sum_of_layers
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, path_s, steady_s
-from mist_megatron.search.slots import Slot, around_of, slots_grid, slots_of
+from mist_megatron.search.slots import Slot, around_of, distinct, slots_grid, slots_of
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
@@ -230,17 +230,18 @@ def _price_role(
         question.tick()
         rows = np.array([row for row, kinds in enumerate(ends) if kinds == here], dtype=np.intp)
         alike = [every[row] for row in rows], here
-        grid = slots_grid(question, shape, alike, axes, positions[0], recompute)
-        valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), len(rows))
-        valid = valid & flat(axes["ckpt"] <= grid.layers, len(rows))
+        grid, places = distinct(slots_grid(question, shape, alike, axes, positions[0], recompute))
+        count = len(grid.layers)
+        valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), count)
+        valid = valid & flat(axes["ckpt"] <= grid.layers, count)
         for position in positions:
             held = slot_at(shape, position, 1).held
             peaks = evaluator.peak_bytes(replace(grid, in_flight=np.full_like(grid.in_flight, held)))
-            fits[position][rows] = valid & flat(peaks <= evaluator.limit_bytes, len(rows))
+            fits[position][rows] = (valid & flat(peaks <= evaluator.limit_bytes, count))[places]
         if not any(fits[position][rows].any() for position in positions):
             continue
         for name, values in _seconds(question, shape, grid).items():
-            parts[name][rows] = np.where(valid, flat(values, len(rows)), np.inf)
+            parts[name][rows] = np.where(valid, flat(values, count), np.inf)[places]
     place = {slot: row for row, slot in enumerate(every)}
     t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s = (parts[name] for name in names)
     return _Slots(place, t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s, fits)

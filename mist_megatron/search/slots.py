@@ -86,6 +86,26 @@ def slots_grid(
     )
 
 
+def distinct(grid: StageGrid) -> tuple[StageGrid, Ints]:
+    """One of those stages that have as many layers of each kind, and recompute as many: nothing else of a
+    stage with the same kinds at its ends is of any matter. And which of them each stage is."""
+    counts = [grid.counts, *grid.end_chunks]
+    rows = np.concatenate(
+        [
+            part.reshape(len(grid.layers), -1)
+            for some in counts
+            for count in some
+            for part in (count.layers, count.ckpt)
+        ],
+        axis=1,
+    )
+    _, first, places = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    some, *ends = (
+        tuple(LayerCount(count.layers[first], count.ckpt[first]) for count in each) for each in counts
+    )
+    return replace(grid, layers=grid.layers[first], counts=some, end_chunks=tuple(ends)), places.reshape(-1)
+
+
 def _sized(layers: Array, ckpt: Array) -> LayerCount:
     """By slot and configuration: layers, and those of them that are recomputed, by slot and number."""
     one = (1,) * (len(AXES) - 1)
