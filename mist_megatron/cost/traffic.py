@@ -433,7 +433,7 @@ def exposed_beside_products(compute_s: Array, collective_s: Array, ranks: Array,
     it feeds or follows, into as many pieces as there are ranks. A rank begins with the piece that it has, or
     ends with the one that it keeps: one piece of the product runs alone, and none of the traffic
     (split_overlap_ag and split_overlap_rs of Transformer Engine's comm_gemm_overlap.cpp)."""
-    alone_s = compute_s / np.maximum(ranks, 1.0)
+    alone_s = compute_s / ranks
     together_s = overlapped_time((compute_s - alone_s, collective_s, ZERO, ZERO), factors)
     return np.asarray(together_s + alone_s - compute_s)
 
@@ -442,4 +442,4 @@ def added_pieces_s(collective_s: Array, ranks: Array) -> Array:
     """What adding up the pieces takes that forward passes scatter, half of their traffic: about as long as
     one of them travels (reduce_bf16 of userbuffers). Backward passes scatter whole, beside gradients of
     weights (bulk_overlap)."""
-    return np.asarray(0.5 * collective_s / np.maximum(ranks, 1.0))
+    return np.asarray(0.5 * collective_s / ranks)

@@ -113,6 +113,17 @@ def test_norms_of_a_layer() -> None:
     assert number(norm_elements(decoder)) == (layer.norms + 1) * 4096
 
 
+def test_fused_attention_does_five_products_back_for_two_there() -> None:
+    """There scores and what they weigh; back scores again and four gradients. Of a layer's own tokens, the
+    whole square, and of 256 that come from outside."""
+    layers = {one.kind.name: one.operators for one in blocks(preset("t5-large-32"), LayerOptions())}
+    operators = {one.name: one for one in layers["decoder"]}
+    for name, pairs in (("attention", 1024 * 1024), ("cross_attention", 1024 * 256)):
+        (there,), (back,) = operators[name].forward, operators[name].backward
+        assert number(there.flops, OUTSIDE=256) == 2 * 2 * 2 * (8 / 2) * pairs * 64
+        assert number(back.flops, OUTSIDE=256) == 5 * 2 * 2 * (8 / 2) * pairs * 64
+
+
 # -- tokens beside copies -----------------------------------------------------------------------------------
 
 SLOWED = np.ones((16, 4))

@@ -9,9 +9,11 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from jobs import evaluator_of, small_job
 
 import mist_megatron as mm
 from mist_megatron.errors import InputError, NoFeasiblePlan
+from mist_megatron.search.balance import candidates, pipelines
 from mist_megatron.search.layerwise import (
     LayerChoices,
     StagePoint,
@@ -20,6 +22,8 @@ from mist_megatron.search.layerwise import (
     point_of,
     solve_stage,
 )
+from mist_megatron.search.space import Limits, space_named
+from mist_megatron.search.strategy_prices import StrategyPrices
 
 WEIGHT = 4.0
 
@@ -82,6 +86,29 @@ def test_edges_are_chosen_as_all_plans_say_and_few_strategies_are_of_layers() ->
         few = found and few_strategies(problem, WEIGHT, found, 1)
         if few:
             assert few.distinct == 1 and value(few) >= value(found) * (1 - 1e-12)
+
+
+def test_edges_with_moments_are_found_where_some_surely_fit() -> None:
+    as_good = 0
+    for seed in range(40):
+        problem = with_edges(random_stage(seed, moments=True), seed)
+        points = all_points(problem)
+        found = solve_stage(problem, WEIGHT)
+        sure = [point for point in points if at_the_end(problem, point) <= problem.budget_bytes]
+        fits = [point for point in points if point.peak_bytes <= problem.budget_bytes]
+        assert found is None or found.peak_bytes <= problem.budget_bytes, seed
+        assert least(fits) * (1 - 1e-12) <= value(found) <= least(sure) * (1 + 1e-12), seed
+        as_good += value(found) <= least(fits) * (1 + 1e-12)
+    assert as_good >= 35
+
+
+def test_a_budget_that_moments_fill_leaves_room_for_layers_that_keep_nothing() -> None:
+    """The slower of two strategies, whose moment is all that there is."""
+    none = np.zeros((1, 2))
+    layer = LayerChoices(np.array([[1.0, 2.0]]), none, none, none, np.array([[10.0, 5.0]]))
+    for budget, wanted in ((4.0, np.inf), (5.0, 6.0), (9.0, 6.0), (10.0, 3.0)):
+        found = solve_stage(StageProblem((layer,) * 3, (np.zeros((1, 1)),) * 2, none, none, budget, 1.0), 1.0)
+        assert (np.inf if found is None else found.t_s) == wanted
 
 
 def value(point: StagePoint | None) -> float:
@@ -240,3 +267,15 @@ def test_what_no_strategy_shares_out_is_told_apart_from_what_does_not_fit() -> N
 
 def test_spaces_by_hand_that_torch_does_not_run_are_left_out() -> None:
     assert mm.tune(**MODEL, gpus=4, space="deepspeed").to_dict()["gain"] == {}
+
+
+def test_layers_move_only_in_spaces_that_are_balanced() -> None:
+    """Else all stages have as many, or the last ones one more."""
+    evaluator = evaluator_of(small_job("torch", gpus=4, layers=6, batch=8))
+    priced = cache(lambda stages, grad_accum: StrategyPrices(evaluator, stages, grad_accum))
+    splits = {}
+    for space in ("galvatron-base", "galvatron-bmw"):
+        rules = space_named(space).layerwise
+        ordered = pipelines(evaluator, rules, Limits(fixed={"grad_accum": 4}).allows, priced)
+        splits[space] = {one.split for _, one in candidates(ordered, rules, solve_exactly=False)}
+    assert splits["galvatron-base"] == {(6,), (3, 3), (1, 1, 2, 2)} < splits["galvatron-bmw"]
