@@ -208,7 +208,7 @@ def _weight_gather(
     if least is None or not any_of(grid.zero >= 3):
         return whole
     piece = np.minimum(np.maximum(LARGEST_SHARE * weights, context.weight_bytes * least), weights)
-    pieces = np.where(weights > 0.0, weights / np.maximum(piece, 1.0), 0.0)
+    pieces = weights / np.maximum(piece, 1.0)
     by_piece = collective("all_gather", piece, grid, context, group)
     return np.where(grid.zero >= 3, pieces * by_piece, whole)
 

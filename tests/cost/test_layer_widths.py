@@ -9,6 +9,7 @@ import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.plan_words import kind_lines
+from mist_megatron.cost.entries import entry_operators, frozen
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.flops import model_flops
 from mist_megatron.cost.predict import Prediction, grids_of, job_of, predict
@@ -197,6 +198,16 @@ def test_flops_of_one_width_are_counted_as_before():
     assert model_flops(joined, training) == pytest.approx(model_flops(model, training) + more, rel=1e-12)
 
 
+def test_flops_of_cross_attention_are_those_of_its_matrices_and_pairs():
+    """Of four layers with 512 own tokens each that attend to 512 of an encoder as wide as they: queries and
+    what they become of the former, keys and values of the latter, three products each, and all pairs, two
+    products there and four back."""
+    training, model = TrainingSpec(seq_len=512, global_batch=2), encoder_decoder()
+    alone = encoder_decoder(decoder=replace(model.groups[2].pattern[0], cross_attention=None))
+    more = model_flops(model, training) - model_flops(alone, training)
+    assert more == pytest.approx(2 * 4 * 512 * 1024 * (3 * 2 * 4 * 1024 + 12 * 512), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_models_are_written_and_read_back(name):
     assert model_from_mapping(model_to_mapping(BY_NAME[name]), "model") == BY_NAME[name]
@@ -296,3 +307,13 @@ def test_groups_are_told_by_name():
         "layers of stage 3: 8 decoder",
     ]
     assert not kind_lines(plan_of(plain(), (2, 2, 2, 2)))
+
+
+def test_a_frozen_entry_keeps_no_input_of_its_matrix():
+    """Which the gradient of a weight alone wants; a norm keeps its own for the gradient of what comes in."""
+    join = two_groups(1024).groups[1].pattern[0]
+    for norm, kept in ((False, []), (True, ["input", "entry_norm_statistics"])):
+        operators = entry_operators(replace(join, entry=replace(join.entry, norm=norm)), 4)
+        still = frozen(operators, passes_back=True)
+        assert [tensor.key for operator in still for tensor in operator.saved] == kept
+        assert sum(len(operator.saved) for operator in operators) == len(kept) + 1

@@ -14,7 +14,7 @@ from plain_values import value_of
 from mist_megatron.cost import symbols
 from mist_megatron.cost.blocks import blocks
 from mist_megatron.cost.borders import border_sends
-from mist_megatron.cost.layer_memory import norm_elements
+from mist_megatron.cost.layer_memory import layer_memory, norm_elements
 from mist_megatron.cost.layers import LayerOptions, saved_bytes
 from mist_megatron.cost.layerwise import _sides
 from mist_megatron.cost.mtp import _joined, depths_kept, whole_head
@@ -122,6 +122,27 @@ def test_fused_attention_does_five_products_back_for_two_there() -> None:
         (there,), (back,) = operators[name].forward, operators[name].backward
         assert number(there.flops, OUTSIDE=256) == 2 * 2 * 2 * (8 / 2) * pairs * 64
         assert number(back.flops, OUTSIDE=256) == 5 * 2 * 2 * (8 / 2) * pairs * 64
+
+
+@pytest.mark.parametrize(
+    ("inner", "ranks", "parallel"), [(2048, 2, 0), (2048, 2, 1), (512, 8, 0), (512, 8, 1)]
+)
+def test_what_a_gated_layer_holds_for_a_moment(inner: int, ranks: int, parallel: int) -> None:
+    """Forward the gathered input, gate, up and their product. Backward the gradients of these three, the
+    product being gone, or the gathered input and its gradient when what is before these is gone too. In 8 bits
+    half as much was kept of the product, and gradients of gate and up are cast for both products."""
+    model = preset("llama2-7b")
+    memory = layer_memory(model.kinds[0], LayerOptions(), "fused", passes_back=True)
+    none_again = dict.fromkeys(symbols.RECOMPUTE.values(), 0)
+    sizes = SIZES | none_again | {symbols.FFN: inner, symbols.TP: ranks, symbols.SP: parallel}
+    forward, backward = (float(value_of(part, sizes)) for part in (memory.forward, memory.backward))
+    product, own = 2 * TOKENS * inner / ranks, ACTIVATION / (ranks if parallel else 1)
+    assert forward == 3 * product + ACTIVATION
+    at_input = own + (1 + parallel) * ACTIVATION
+    assert backward == max(2 * own + 2 * product, at_input - product)
+    narrow = layer_memory(model.kinds[0], LayerOptions(eight_bit=True), "fused", passes_back=True)
+    backward = float(value_of(narrow.backward, sizes))
+    assert backward == max(2 * own + 2.5 * product, at_input + 2 * product - product / 2)
 
 
 # -- tokens beside copies -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mist_megatron.ask.evaluators import evaluator_for
-from mist_megatron.cost.predict import job_of, predict
+from mist_megatron.cost.predict import grids_of, job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.events.iteration import simulate
 from mist_megatron.frameworks.flags import arguments
@@ -61,6 +61,15 @@ def test_states_are_shared_out_in_each_sub_group_by_hand(instances: int) -> None
     assert several["optimizer"] == pytest.approx(instances * one["optimizer"], rel=1e-12)
     same = set(one) - {"optimizer"}
     assert {name: one[name] for name in same} == {name: several[name] for name in same}
+
+
+def test_numbers_that_are_asked_about_together_hold_what_each_holds_alone() -> None:
+    made = plan(None)
+    evaluator, numbers = evaluator_for(job_of(made))[0], np.array([1.0, 2.0, 4.0, 32.0])
+    grid = grids_of(made)[0]
+    alone = [float(evaluator(replace(grid, instances=np.asarray(one))).peak_bytes) for one in numbers]
+    together = evaluator(replace(grid, instances=numbers)).peak_bytes
+    assert together.tolist() == pytest.approx(alone, rel=1e-12) and len(set(alone)) == 4
 
 
 def test_traffic_by_hand() -> None:
