@@ -129,8 +129,8 @@ def test_fused_attention_does_five_products_back_for_two_there() -> None:
 )
 def test_what_a_gated_layer_holds_for_a_moment(inner: int, ranks: int, parallel: int) -> None:
     """Forward the gathered input, gate, up and their product. Backward the gradients of these three, the
-    product being gone, or the gathered input and its gradient when what is before these is gone too. In 8 bits
-    half as much was kept of the product, and gradients of gate and up are cast for both products."""
+    product being gone, or the gathered input and its gradient when what is before these is gone too. In 8
+    bits half as much was kept of the product, and gradients of gate and up are cast for both products."""
     model = preset("llama2-7b")
     memory = layer_memory(model.kinds[0], LayerOptions(), "fused", passes_back=True)
     none_again = dict.fromkeys(symbols.RECOMPUTE.values(), 0)
