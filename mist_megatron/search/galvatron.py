@@ -183,7 +183,7 @@ class _Search:
             self._tick()
             full = self._solution(candidate)
             solutions += [] if full is None else [full]
-            if per_layer.most is not None and any(p.distinct > per_layer.most for p in candidate.points):
+            if per_layer.most is not None:
                 few = stages.with_few(candidate, per_layer.most)
                 solutions += [one for one in [few and self._solution(few)] if one]
         solutions += [one for inner in rules.within for one in self.best_of(inner)]
