@@ -12,9 +12,12 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.tune import tune
 from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.choices import AXES, Choices, StageSlot, stage_grid
 from mist_megatron.search.least_memory import StageSizes, least_memory
+from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.search import Settings
-from mist_megatron.search.space import space_named
+from mist_megatron.search.space import cut_to_target, space_named
+from mist_megatron.search.stage_prices import RolePrices
 from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import Offload
@@ -134,3 +137,24 @@ def test_a_moment_that_one_kind_of_recomputation_does_not_tell_rules_nothing_out
     (line,) = least_memory(evaluator, space, [sizes]).values()
     assert line.one_bytes.tolist() == [5.0, 7.0]
     assert line.more_bytes.tolist() == pytest.approx([(16 - 5) / 5, (17 - 7) / 5])
+
+
+@pytest.mark.parametrize("levels", [(0, 1), (1, 2), (0, 2, 3)])
+def test_slots_keep_on_the_host_what_each_of_their_configurations_does(levels: tuple[int, ...]) -> None:
+    """Of all levels, fractions and numbers of recomputed layers at once, as of each alone."""
+    job = small_job("mist", gpus=4)
+    shape = EqualPipeline(
+        grad_accum=4, stages=2, nodes=1, gpus_per_node=2, dp=2, tp=1, micro_batch=2,
+        sequence_parallel=False, vpp=1, zero=levels,
+    )  # fmt: skip
+    space, evaluator = cut_to_target(space_named("mist"), "mist"), evaluator_of(job)
+    choices = Choices(space=space, shape=shape, step=0.5)
+    role = RolePrices(evaluator, choices, StageRole.FIRST, range(1, 4), recompute="full")
+    for layers in (1, 3):
+        slot = StageSlot(role=StageRole.FIRST, layers=layers, held=2.0)
+        axes = choices.axes(choices.counts(layers, recompute="full"))
+        alone = evaluator.host_bytes(stage_grid(shape, slot, axes, recompute="full"))
+        alone = np.broadcast_to(alone, [axes[name].size for name in AXES])
+        rows = np.indices(alone.shape).reshape(len(AXES), -1)
+        assert role.host_bytes(slot, tuple(rows)) == pytest.approx(alone.reshape(-1), rel=1e-12)
+        assert len(np.unique(alone)) > 20

@@ -13,6 +13,7 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.price.datasheet import datasheet_prices
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
+from mist_megatron.search.equal import solve_equal
 from mist_megatron.search.families import mixed_families
 from mist_megatron.search.known import Known, KnownBounds, floors, reduces_beside
 from mist_megatron.search.mixed import mixture_bounds
@@ -218,3 +219,18 @@ def test_the_order_is_that_of_bounds_however_little_is_known():
         assert all(floor_s <= limit_s for item, floor_s in zip(found, least, strict=True) if item in looked)
         assert min(order.left_s()) <= min(bounds[i].value_s for i in wanted if i not in given) < math.inf
         assert [item for _, (_, item) in order] == wanted
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "megatron", "mist"])
+def test_a_shape_is_solved_where_it_is_faster_than_what_there_is(target):
+    """Down to steps of a tenth of a second, alike stages and others."""
+    job = small_job(target, gpus=2, layers=2, batch=4)
+    question = asked(job, evaluator_for(job)[0])
+    found = [shape for shape in shapes(job, question.space, Limits()) if shape.vpp == 1]
+    bounds = shape_bounds(question, found)
+    for bound, shape in sorted(zip(bounds, found, strict=True), key=lambda pair: pair[0].value_s)[:3]:
+        best = solve_equal(question, shape, bound, math.inf).solution
+        assert best.value_s < 0.9
+        again = solve_equal(question, shape, bound, best.value_s * (1 + 1e-6)).solution
+        assert again == best
+        assert solve_equal(question, shape, bound, best.value_s * (1 - 1e-6)).solution is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from jobs import small_job, told_of
@@ -18,9 +18,9 @@ from mist_megatron.cost.predict import job_of
 from mist_megatron.errors import InputError
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
-from mist_megatron.search.space import space_named
+from mist_megatron.search.space import cut_to_target, named_spaces, space_named
 from mist_megatron.spec.cluster import cluster_of
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import TARGET_NAMES, Plan, StagePlan, TargetName
 from mist_megatron.targets.rules import violations
 
 FULL = space_named("full")
@@ -177,3 +177,20 @@ def test_what_layers_of_several_kinds_compute_at_least():
     gpu_s = min(each.gpu_s for each in layers_alone(job_of(tuned.plan), FULL, Settings()))
     one = tune_words(**{**words, "gpus": 1, "forbid": "fewer_gpus"})
     assert 0.3 * one.iteration_s < gpu_s < one.iteration_s and tuned.iteration_s <= one.iteration_s
+
+
+@pytest.mark.parametrize("target", TARGET_NAMES)
+def test_what_a_target_runs_of_a_space_is_in_the_space(target: TargetName) -> None:
+    """No choice is added but what the target does whoever asks, and what is left is left as it is."""
+    for space in named_spaces():
+        try:
+            cut = cut_to_target(space, target)
+        except InputError:
+            continue
+        for name in {one.name for one in fields(space)} - {"grads_follow_optimizer"}:
+            before, after = getattr(space, name), getattr(cut, name)
+            if isinstance(before, bool):
+                assert after <= before, (space.name, name)
+            elif isinstance(before, tuple):
+                assert set(after) <= set(before), (space.name, name)
+        assert cut_to_target(cut, target) == cut
