@@ -22,7 +22,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.mesh import StageRole
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Plan, StagePlan, TargetName
 from tests.search.jobs import evaluator_of, small_job
 
 GIB = 2.0**30
@@ -139,15 +139,19 @@ def test_a_moment_that_one_kind_of_recomputation_does_not_tell_rules_nothing_out
     assert line.more_bytes.tolist() == pytest.approx([(16 - 5) / 5, (17 - 7) / 5])
 
 
-@pytest.mark.parametrize("levels", [(0, 1), (1, 2), (0, 2, 3)])
-def test_slots_keep_on_the_host_what_each_of_their_configurations_does(levels: tuple[int, ...]) -> None:
-    """Of all levels, fractions and numbers of recomputed layers at once, as of each alone."""
-    job = small_job("mist", gpus=4)
+@pytest.mark.parametrize(
+    ("target", "levels", "instances"), [("mist", (1, 2), (1,)), ("megatron", (1,), (1, 2))]
+)
+def test_slots_keep_on_the_host_what_each_of_their_configurations_does(
+    target: TargetName, levels: tuple[int, ...], instances: tuple[int, ...]
+) -> None:
+    """Of all levels, sub-groups, fractions and numbers of recomputed layers at once, as of each alone."""
+    job = small_job(target, gpus=8)
     shape = EqualPipeline(
-        grad_accum=4, stages=2, nodes=1, gpus_per_node=2, dp=2, tp=1, micro_batch=2,
-        sequence_parallel=False, vpp=1, zero=levels,
+        grad_accum=4, stages=2, nodes=1, gpus_per_node=4, dp=4, tp=1, micro_batch=2,
+        sequence_parallel=False, vpp=1, zero=levels, instances=instances,
     )  # fmt: skip
-    space, evaluator = cut_to_target(space_named("mist"), "mist"), evaluator_of(job)
+    space, evaluator = cut_to_target(space_named("full"), target), evaluator_of(job)
     choices = Choices(space=space, shape=shape, step=0.5)
     role = RolePrices(evaluator, choices, StageRole.FIRST, range(1, 4), recompute="full")
     for layers in (1, 3):
@@ -157,4 +161,4 @@ def test_slots_keep_on_the_host_what_each_of_their_configurations_does(levels: t
         alone = np.broadcast_to(alone, [axes[name].size for name in AXES])
         rows = np.indices(alone.shape).reshape(len(AXES), -1)
         assert role.host_bytes(slot, tuple(rows)) == pytest.approx(alone.reshape(-1), rel=1e-12)
-        assert len(np.unique(alone)) > 20
+        assert len(np.unique(alone)) > 4

@@ -221,14 +221,17 @@ def test_the_order_is_that_of_bounds_however_little_is_known():
         assert [item for _, (_, item) in order] == wanted
 
 
-@pytest.mark.parametrize("target", ["deepspeed", "megatron", "mist"])
+@pytest.mark.parametrize("target", ["torch", "megatron", "mist"])
 def test_a_shape_is_solved_where_it_is_faster_than_what_there_is(target):
     """Down to steps of a tenth of a second, alike stages and others."""
     job = small_job(target, gpus=2, layers=2, batch=4)
     question = asked(job, evaluator_for(job)[0])
     found = [shape for shape in shapes(job, question.space, Limits()) if shape.vpp == 1]
     bounds = shape_bounds(question, found)
-    for bound, shape in sorted(zip(bounds, found, strict=True), key=lambda pair: pair[0].value_s)[:3]:
+    ordered = sorted(zip(bounds, found, strict=True), key=lambda pair: pair[0].value_s)
+    firsts = {shape.stages: (bound, shape) for bound, shape in reversed(ordered)}
+    assert set(firsts) == {1, 2}
+    for bound, shape in firsts.values():
         best = solve_equal(question, shape, bound, math.inf).solution
         assert best.value_s < 0.9
         again = solve_equal(question, shape, bound, best.value_s * (1 + 1e-6)).solution
