@@ -161,4 +161,4 @@ def test_slots_keep_on_the_host_what_each_of_their_configurations_does(
         alone = np.broadcast_to(alone, [axes[name].size for name in AXES])
         rows = np.indices(alone.shape).reshape(len(AXES), -1)
         assert role.host_bytes(slot, tuple(rows)) == pytest.approx(alone.reshape(-1), rel=1e-12)
-        assert len(np.unique(alone)) > 4
+        assert len(np.unique(alone)) > 3
