@@ -81,7 +81,7 @@ class Sieve:
 
         def part(array: Array) -> Array:
             mine = array[row if array.shape[0] > 1 else 0]
-            spread = mine[np.minimum(kind, mine.shape[0] - 1)] if mine.shape[0] > 1 else mine
+            spread = mine[kind] if mine.shape[0] > 1 else mine
             return np.asarray(spread, dtype=np.float64)
 
         t_s = part(rows.fixed) + layers * part(rows.per_layer) + ckpt * part(rows.per_ckpt)

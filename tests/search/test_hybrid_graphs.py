@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import mist_megatron
-from mist_megatron.search.mixtures import MixtureWay, mixture_ways
+from mist_megatron.search.mixtures import MixtureWay, mixture_ways, module_sets
 from mist_megatron.search.space import Limits, space_named
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import cluster_of
@@ -18,23 +18,46 @@ from mist_megatron.targets.rules import violations
 NEMOTRON, QWEN = PRESETS["nemotron-3-nano-30b-a3b"], PRESETS["qwen3-30b-a3b"]
 
 
-def replayed(model) -> set[tuple[str, ...] | None]:
-    cluster = cluster_of(gpu("h100-sxm-80gb"), 16)
-    job = Job(
+def job_of(model) -> Job:
+    return Job(
         model=model,
         training=TrainingSpec(global_batch=16, seq_len=8192),
-        cluster=cluster,
+        cluster=cluster_of(gpu("h100-sxm-80gb"), 16),
         target="megatron",
         execution=Execution(expert_dispatcher="flex"),
     )
 
+
+def every_way(job: Job) -> list[MixtureWay]:
+    """Those that come after others too."""
+
     def every(way: MixtureWay):
-        yield way.execution.cuda_graphs
+        yield way
         for other in way.after:
             yield from every(other)
 
-    ways = mixture_ways(job, space_named("full"), Limits())
-    return {graphs for way in ways for graphs in every(way)}
+    return [one for way in mixture_ways(job, space_named("full"), Limits()) for one in every(way)]
+
+
+def replayed(model) -> set[tuple[str, ...] | None]:
+    return {way.execution.cuda_graphs for way in every_way(job_of(model))}
+
+
+def test_sets_of_modules_are_run_again_whatever_tokens_wait_for() -> None:
+    """All of them where nothing runs beside tokens; shared experts not where these do, nor mixtures beside
+    passes."""
+    job = job_of(replace(QWEN, experts=replace(QWEN.experts, shared_ffn_hidden=768)))
+    sets, found = set(module_sets(job)), {}
+    for way in every_way(job):
+        if way.limits.recompute == "selective" and way.execution.offload_modules is None:
+            beside = way.execution.expert_overlap, way.execution.shared_expert_overlap
+            found.setdefault(beside, set()).add(way.execution.recompute_modules)
+    assert found == {
+        (None, None): sets,
+        (None, True): {one for one in sets if "shared_experts" not in one},
+        (True, None): {one for one in sets if "moe" not in one},
+    }
+    assert len(sets) > len(found[None, True]) > len(found[True, None])
 
 
 def test_scans_are_replayed_where_there_are_some() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 from test_balance import every_split
 
+from mist_megatron.search.least_memory import may_fit
+from mist_megatron.search.pipelines import EqualPipeline
+from mist_megatron.search.space import space_named
 from mist_megatron.search.splits import FEWER, chunk_counts, layer_splits, least_held, split_table
 from mist_megatron.spec.schedule import chunk_layers, in_flight
 
@@ -55,3 +61,24 @@ def test_all_splits_that_are_near_even_are_found(layers: int, stages: int) -> No
     least = {next(v for v in range(layers + 1) if v * size >= share) for size in range(1, share + 1)}
     even = {v for v in able if layers % (stages * v) == 0}
     assert chunk_counts(layers, stages) == tuple(sorted(able & (least | even)))
+
+
+@pytest.mark.parametrize(
+    ("space", "splits"),
+    [
+        ({"near_even": False, "uneven_layers": False}, [(2, 2, 2)]),
+        ({"near_even": False, "uneven_layers": True}, list(every_split(6, 3))),
+        ({"near_even": True, "per_stage": False}, list(layer_splits(6, 3, 1))),
+    ],
+)
+def test_shapes_are_left_out_where_no_split_fits(
+    space: dict[str, bool], splits: list[tuple[int, ...]]
+) -> None:
+    """By the layers that each stage can have at most, some of which can have none."""
+    shape = EqualPipeline(
+        grad_accum=4, stages=3, nodes=1, gpus_per_node=1, dp=1, tp=1, micro_batch=1,
+        sequence_parallel=False, vpp=1, zero=(1,),
+    )  # fmt: skip
+    for most in product(range(5), repeat=3):
+        some = any(all(n <= each for n, each in zip(split, most, strict=True)) for split in splits)
+        assert may_fit(shape, most, replace(space_named("full"), **space), 6) is some
