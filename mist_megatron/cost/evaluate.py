@@ -29,7 +29,7 @@ from mist_megatron.cost.learned import NEEDED, features_of, with_learned
 from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
 from mist_megatron.cost.program_cache import Store, stage_program
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
-from mist_megatron.cost.stage import StageProgram, price_passes, with_unfused_softmax
+from mist_megatron.cost.stage import At, StageProgram, price_passes, with_unfused_softmax
 from mist_megatron.cost.terms import (
     ZERO,
     Linear,
@@ -206,17 +206,10 @@ class StageEvaluator:
         return self._priced(self._linked(grid)).size(name) / grid.micro_batch
 
     def _linked(self, grid: StageGrid) -> StageGrid:
-        """Nodes that fast links join count as one; where a stage has no whole number of such domains, as many
-        as share it out evenly."""
-        most, gpus = self.job.cluster.linked_gpus, grid.nodes * grid.gpus_per_node
-        if most == self.job.cluster.gpus_per_node:
-            return grid
-        if isinstance(gpus, int):
-            inside = gpus if gpus <= most else math.gcd(gpus, most)
-            return replace(grid, nodes=gpus // inside, gpus_per_node=inside)
-        shared = np.gcd(gpus.astype(np.intp), most)
-        within = np.where(gpus <= most, gpus, shared.astype(np.float64))
-        return replace(grid, nodes=gpus // within, gpus_per_node=within)
+        """Nodes that fast links join count as one."""
+        cluster = self.job.cluster
+        alone = cluster.linked_gpus == cluster.gpus_per_node
+        return grid if alone else grid.joined(cluster.linked_gpus)
 
     def terms(self, grid: StageGrid) -> StageTerms:
         """Every named part of t and d."""
@@ -409,10 +402,9 @@ class StageEvaluator:
         if grid.parts:
             return self._provenance_of_parts(grid)
         linked = self._linked(grid)
-        packed = LayerSizes.of(linked).packed()
-        distinct, positions = np.unique(packed.reshape(-1), return_inverse=True)
+        distinct, positions, shape = LayerSizes.of(linked).distinct()
         marked = self._pairs(LayerSizes.unpacked(distinct), linked, marked=True)
-        pairs = PricedPairs(marked, positions.reshape(-1), packed.shape)
+        pairs = PricedPairs(marked, positions, shape)
         kinds = [(kind, count.layers) for kind, count in zip(self.kinds, grid.by_kind, strict=True)]
         kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
         kinds += [("head", np.ones(()))] if grid.role.has_head else []
@@ -466,8 +458,7 @@ class StageEvaluator:
     def _priced(self, grid: StageGrid) -> PricedPairs:
         """Distinct sizes of the grid, each priced when it is first met: few values of all of them make up all
         grids of a search."""
-        packed = LayerSizes.of(grid).packed()
-        distinct, positions = np.unique(packed.reshape(-1), return_inverse=True)
+        distinct, positions, shape = LayerSizes.of(grid).distinct()
         key = (grid.sequence_parallel, grid.recompute, grid.placed)
         rows, priced = self._memo.pairs.get(key, ({}, None))
         pairs: list[complex] = distinct.tolist()
@@ -478,22 +469,13 @@ class StageEvaluator:
             rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
             self._memo.pairs[key] = rows, priced
         places = np.array([rows[pair] for pair in pairs], dtype=np.intp)
-        return PricedPairs(priced, places[positions.reshape(-1)], packed.shape)
+        return PricedPairs(priced, places[positions], shape)
 
     def _pairs(self, pairs: LayerSizes, grid: StageGrid, *, marked: bool = False) -> Pairs:
         """Prices of pairs, a column each; `marked` with what was measured of them."""
         sizes = self.stage.program.run(self.layer_values(grid, pairs))
-        mesh, summed = self._mesh(pairs, grid), self._context.grad_bytes
-        passes = price_passes(
-            self.stage,
-            sizes,
-            self.prices,
-            mesh,
-            grid.placed,
-            recompute=grid.recompute,
-            grad_bytes=summed,
-            marked=marked,
-        )
+        at = At(self.prices, self._mesh(pairs, grid), grid.placed, self._context.grad_bytes)
+        passes = price_passes(self.stage, sizes, at, recompute=grid.recompute, marked=marked)
         if self._context.facts.softmax_falls_back and not self.job.training.flash_attention:
             for kind in (kind for kind in self.job.model.kinds if kind.attends):
                 matrices = pairs.micro_batch * kind.heads / pairs.tp

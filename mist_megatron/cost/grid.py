@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -148,6 +149,17 @@ class StageGrid:
             )
         return self._meshes[context_parallel, inner]
 
+    def joined(self, most: int) -> StageGrid:
+        """On domains of so many GPUs in the place of nodes; where a stage has no whole number of them, on as
+        many as share it out evenly."""
+        gpus = self.nodes * self.gpus_per_node
+        if isinstance(gpus, int):
+            inside = gpus if gpus <= most else math.gcd(gpus, most)
+            return replace(self, nodes=gpus // inside, gpus_per_node=inside)
+        shared = np.gcd(gpus.astype(np.intp), most)
+        within = np.where(gpus <= most, gpus, shared.astype(np.float64))
+        return replace(self, nodes=gpus // within, gpus_per_node=within)
+
     def beginning(self, place: int) -> int | Array:
         """How many of its runs of layers begin with the kind at that place ..."""
         return sum(first == place for first, _ in self.runs) if self.runs else self.vpp
@@ -185,6 +197,12 @@ class LayerSizes(NamedTuple):
         """All five in one number, exactly."""
         ranks = self.tp + _RANKS_APART * (self.etp - 1.0) + _NODES_APART * self.gpus_per_node
         return np.asarray((self.micro_batch + _APART * (self.ep - 1.0)) + 1j * ranks)
+
+    def distinct(self) -> tuple[NDArray[np.complex128], NDArray[np.intp], tuple[int, ...]]:
+        """Each once and packed; which of them stands at each place, and over which axes."""
+        packed = self.packed()
+        distinct, places = np.unique(packed.reshape(-1), return_inverse=True)
+        return distinct, places.reshape(-1), packed.shape
 
     @staticmethod
     def unpacked(packed: NDArray[np.complex128]) -> LayerSizes:

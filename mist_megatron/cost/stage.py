@@ -320,7 +320,7 @@ def with_unfused_softmax(
     return result
 
 
-class _At(NamedTuple):
+class At(NamedTuple):
     """What all work of a stage is priced by."""
 
     prices: Prices
@@ -330,19 +330,11 @@ class _At(NamedTuple):
 
 
 def price_passes(
-    stage: StageProgram,
-    sizes: Mapping[str, Array],
-    prices: Prices,
-    mesh: Mesh[Array],
-    placed: Placed | None = None,
-    *,
-    recompute: Recompute,
-    grad_bytes: float = 4.0,
-    marked: bool = False,
+    stage: StageProgram, sizes: Mapping[str, Array], at: At, *, recompute: Recompute, marked: bool = False
 ) -> dict[tuple[str, str], PassTime]:
     """Seconds of every layer kind's passes, and of what that recomputation runs again; `sizes` are the
     program's outputs. `marked` tells what of them was measured, for which a search does not ask."""
-    at = _At(prices, mesh, placed, grad_bytes)
+    mesh = at.mesh
     priced = [_price(item, index, sizes, at) for index, item in enumerate(stage.items)]
     shape = np.broadcast_shapes(mesh.tp.shape, *(p.seconds.shape for p in priced))
     none = np.zeros(shape)
@@ -393,7 +385,7 @@ def _price(
     item: WorkItem,
     index: int,
     sizes: Mapping[str, Array],
-    at: _At,
+    at: At,
 ) -> Priced:
     prices, mesh, placed = at.prices, at.mesh, at.placed
     if item.kind == "gemm":
