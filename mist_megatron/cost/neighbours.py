@@ -90,11 +90,17 @@ def takes_turns(work: StageWork) -> bool:
     return several and bool(neighbours_of(work.context.kind_of_layer))
 
 
-def _neighbours(work: StageWork, place: int) -> tuple[Neighbours, ...]:
-    """Where weights or gradients travel in every pass (Megatron-FSDP). What is gathered once, for the first
-    pass, comes in buckets of several layers: measured steps are those of layers beside their own."""
+def in_buckets(work: StageWork) -> bool:
+    """Whether kinds of layers come in turn and no weights or gradients travel in every pass (as they do in
+    Megatron-FSDP). What is gathered once, for the first pass, comes in buckets of several layers: measured
+    steps are those of layers beside their own."""
     passes = [one for block in work.blocks for one in (block.kept.forward, block.kept.backward)]
-    if takes_turns(work) and any(any_of(one.gather_s) or any_of(one.reduce_s) for one in passes):
+    return takes_turns(work) and not any(any_of(one.gather_s) or any_of(one.reduce_s) for one in passes)
+
+
+def _neighbours(work: StageWork, place: int) -> tuple[Neighbours, ...]:
+    """Where their traffic is beside a layer of the kind at that place."""
+    if takes_turns(work) and not in_buckets(work):
         return neighbours_of(work.context.kind_of_layer)[place]
     return ()
 

@@ -264,7 +264,7 @@ class _Builder:
             begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *left]
             following = None if index + 1 == len(layers) else layers[index + 1]
             since = since if layer.between else waits
-            arriving = [] if following is None else self.fetch(number, step, following, waits, since)
+            arriving = [] if following is None else self.fetch(number, step, following, waits, (layer, since))
             begun = len(self.built.kind) if begun is None else begun
             end = self.play_layer(number, step, layer, begin)
             waits = [end]
@@ -319,23 +319,29 @@ class _Builder:
         for layer in layers:
             name = f"weights of {layer.name}"
             after = [*rank.end, *rank.gathered]
-            events.append(self.gather_beside(number, name, layer.work.first, after))
+            events.append(self.gather_beside(number, name, layer.work.first.gather_s, after))
             rank.gathered = [events[-1]]
         for name, event in waited_for(layers, events, bucketed=number == chunk == 0).items():
             self.gathered[number, name] = event
 
-    def gather_beside(self, number: int, name: str, work: PassTasks, after: list[int]) -> int:
+    def gather_beside(self, number: int, name: str, gather_s: float, after: list[int]) -> int:
         """Weights that come in beside compute, over a communicator of their own: tokens on their way to
         experts, for which compute stops, do not wait behind them."""
-        event = self.add("weight gather", name, number, Stream.GPU_TO_GPU, work.gather_s, after)
+        event = self.add("weight gather", name, number, Stream.GPU_TO_GPU, gather_s, after)
         if number in self.sending:
             self.built.program.yielding.add(event)
         return event
 
     def fetch(
-        self, number: int, step: Pass, layer: NamedLayer, after: list[int], since: list[int] | None = None
+        self,
+        number: int,
+        step: Pass,
+        layer: NamedLayer,
+        after: list[int],
+        beside: tuple[NamedLayer, list[int]] | None = None,
     ) -> list[int]:
-        """What must be there before a layer computes; copies come in since another event."""
+        """What must be there before a layer computes, beside another one; copies come in since another
+        event."""
         if step.kind is PassKind.WEIGHT:
             return []
         work, name = self.streams_of(number, step, layer.work), f"{step} {layer.name}"
@@ -343,12 +349,17 @@ class _Builder:
         ahead = self.gathered.get((number, layer.name)) if first else None
         events = [] if ahead is None else [ahead]
         if work.gather_s > 0.0 and ahead is None and not self.steps_ahead(number, step):
-            events.append(self.gather_beside(number, name, work, after))
+            gather_s = layer.arriving_s(work, beside[0] if first and beside is not None else None)
+            events.append(self.gather_beside(number, name, gather_s, after))
         if work.copy_in_s > 0.0:
             backward = step.kind is PassKind.BACKWARD
             left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
             rank, kind = self.ranks[number], "copy in"
-            needs = [*(since or after), *([] if left is None else [left]), *rank.fetched]
+            needs = [
+                *(after if beside is None else beside[1]),
+                *([] if left is None else [left]),
+                *rank.fetched,
+            ]
             events.append(self.add(kind, name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
             rank.fetched = events[-1:]
         return events

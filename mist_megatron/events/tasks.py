@@ -16,6 +16,7 @@ import numpy as np
 from mist_megatron.cost.borders import Border, border_seconds
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.cost.neighbours import in_buckets
 from mist_megatron.cost.predict import grid_of, grids_of, recomputed_layers
 from mist_megatron.cost.terms import LayerLoad
 from mist_megatron.cost.traffic import gathers_by_chunk, reduces_by_chunk
@@ -94,6 +95,15 @@ class NamedLayer:
     work: LayerTasks
     between: bool = False
     """It sends no activations off, but other kinds of layers do, whose copies run on beside it."""
+    in_buckets: bool = False
+    """Its weights come once a step, in buckets with those of other kinds of layers."""
+
+    def arriving_s(self, streams: PassTasks, beside: NamedLayer | None) -> float:
+        """What is gathered for such a pass of it while another layer computes. Of buckets that mix kinds of
+        layers what comes then is that layer's share, whichever layer it is for: as measured hybrids have it
+        (`cost.neighbours`)."""
+        mixed = beside is not None and beside.in_buckets and self.in_buckets
+        return beside.work.first.gather_s if mixed and beside is not None else streams.gather_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +243,8 @@ class _Kinds:
     a head with its own strategy besides."""
     embedding: LayerTasks | None
     head: LayerTasks | None
+    in_buckets: bool = False
+    """Weights of layers come once a step, in buckets that mix their kinds."""
 
     def passes(self) -> list[PassTasks]:
         layers = [one for both in self.blocks for one in both]
@@ -268,7 +280,8 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
         hand_on_s=float(work.boundary.handed_on_s),
     )
     resharding_s = tuple((float(there), float(back)) for there, back in work.resharding_s)
-    return _Kinds(tuple(blocks), tuple(last_kept), resharding_s, embedding, head), tasks
+    kinds = _Kinds(tuple(blocks), tuple(last_kept), resharding_s, embedding, head, in_buckets(work))
+    return kinds, tasks
 
 
 def _without_arrivals(kept: LayerTasks, load: LayerLoad, work: StageWork) -> LayerTasks:
@@ -340,6 +353,7 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer,
                 f"layer {layer}",
                 kinds.blocks[of_layer[layer]][layer in again[chunk]],
                 between=any(sends) and not sends[of_layer[layer]],
+                in_buckets=kinds.in_buckets,
             )
             for layer in chunks[chunk]
         ]
