@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
+from mist_megatron.cost.kinds import model_values
 from mist_megatron.cost.memory_parts import part_words
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
@@ -49,7 +50,7 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     if len(job.model.kinds) > 1 or cluster.groups:
         # What is told of the closest plan is told of equal layers.
         return NoFeasiblePlan(refusal, details=("try: more GPUs, or GPUs with more memory",))
-    misses = [miss for miss in map(_closest, ways) if miss is not None]
+    misses = [_closest(one, every) for one, every in differing(ways)]
     asked = ways[-1]
     if misses:
         miss = min(misses, key=lambda miss: miss.peak_bytes)
@@ -67,12 +68,24 @@ class _Miss(NamedTuple):
     words: tuple[str, ...]
 
 
-def _closest(asked: Asked) -> _Miss | None:
+def differing(ways: Sequence[Asked]) -> list[tuple[Asked, tuple[EqualPipeline, ...]]]:
+    """Ways that have any shapes, with these; of ways whose stages hold the same the first."""
+    found, seen = [], list[object]()
+    for asked in ways:
+        evaluator, job = asked.evaluator, asked.evaluator.job
+        every = tuple(shapes(job, asked.space, asked.limits))
+        facts, modules = TARGETS[job.target].memory(job.execution), job.execution.offload_modules
+        own = job.execution if evaluator.learned is not None else None
+        held = (every, asked.space, own, modules, facts, model_values(job), evaluator.stage.memory)
+        if every and held not in seen:
+            seen.append(held)
+            found.append((asked, every))
+    return found
+
+
+def _closest(asked: Asked, every: Sequence[EqualPipeline]) -> _Miss:
     """The shape whose fullest stage holds least, layers split as evenly as they go."""
-    evaluator, space, limits = asked
-    every = list(shapes(evaluator.job, space, limits))
-    if not every:
-        return None
+    evaluator, space, _ = asked
     layers = evaluator.job.model.layers
     lines = least_memory(
         evaluator, space, (sizes for shape in every for sizes in stages_of(shape, space, layers))
@@ -87,8 +100,9 @@ def _closest(asked: Asked) -> _Miss | None:
         position = int(np.argmax(peaks))
         return peaks[position], position, counts[position]
 
-    shape = min(every, key=lambda shape: fullest(shape)[0])
-    _, position, count = fullest(shape)
+    (_, position, count), shape = min(
+        ((fullest(shape), shape) for shape in every), key=lambda pair: pair[0][0]
+    )
     peak, words, terms, moment = _least_configuration(evaluator, space, shape, position, count)
     if peak <= evaluator.limit_bytes:
         limit = evaluator.host_limit_bytes
