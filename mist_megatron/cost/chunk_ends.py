@@ -54,6 +54,8 @@ class ChunkParts:
     round_s: float = 0.0
     """A micro-batch's sends on its way through all stages."""
     role: StageRole = StageRole.MIDDLE
+    sent_s: float = 0.0
+    """What sends add to t."""
 
     def ends(self, stable_s: float, forward_s: float) -> ChunkEnds:
         """Of a stage with this t and this part of it that is forward: layers share that out alike."""
@@ -63,7 +65,7 @@ class ChunkParts:
         share = (self.first_s - own_s) / of_others_s if of_others_s > 0.0 else 0.0
         there_s = own_forward_s + share * (forward_s - edge_forward_s)
         both = there_s, self.first_s - there_s
-        return ChunkEnds(first_s=both, last_s=self.last_s, round_s=self.round_s)
+        return ChunkEnds(first_s=both, last_s=self.last_s, round_s=self.round_s, sent_s=self.sent_s)
 
 
 def chunk_parts(
@@ -80,4 +82,5 @@ def chunk_parts(
     sent = Term.PIPELINE_P2P not in work.context.without
     round_s = (grid.stages * mean_hop_s(work)).item() if sent else 0.0
     both_s = there_s.item(), edge_s.item()
-    return ChunkParts(first_s.item(), last_s.item(), both_s, round_s, grid.role)
+    sent_s = stable.get(Term.PIPELINE_P2P, Linear()).at(grid).item()
+    return ChunkParts(first_s.item(), last_s.item(), both_s, round_s, grid.role, sent_s)

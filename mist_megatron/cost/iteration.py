@@ -128,6 +128,8 @@ class ChunkEnds:
     """Both together."""
     round_s: float = 0.0
     """A micro-batch's sends on its way through all stages, which others wait for in `delta_s`."""
+    sent_s: float = 0.0
+    """What sends add to `stable_s`."""
 
     def scaled(self, by: float) -> ChunkEnds:
         """Where all passes take so many times as long."""
@@ -170,6 +172,11 @@ class StageTiming:
     def round_s(self) -> float:
         """What a micro-batch's sends through all stages take."""
         return 0.0 if self.chunks is None else self.chunks.round_s
+
+    @property
+    def sent_s(self) -> float:
+        """What sends beside its chunks add to `stable_s`."""
+        return 0.0 if self.chunks is None else self.chunks.sent_s
 
     def last_chunk_s(self, vpp: int) -> float:
         """Of so many chunks the last, there and back."""

@@ -133,16 +133,21 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
     Filling and draining are the trip of one micro-batch through p v chunks and back, and p pairs of the
     chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear
     in recomputed layers (chunks are equal, so a stage has no other number of layers); embedding or head hide
-    waits too."""
-    grid = sends.work.grid
+    waits too. Where chunks are not equal, filling and draining are those of the largest stage: one that has
+    fewer layers passes on as many chunks."""
+    grid, work = sends.work.grid, sends.work
+    equal = work.context.model_layers % (grid.stages * grid.vpp) == 0
+    others = len(work.blocks) == 1 and bool(np.all(np.logical_not(equal) & (np.asarray(grid.stages) > 2)))
     stable, delta = Linear(), Linear(2.0 * (grid.stages * grid.vpp - 1) * sends.hop_s)
-    for place, block in enumerate(sends.work.blocks):
+    for place, block in enumerate(work.blocks):
         kept_s, kept_d = _per_layer(sends, block.kept)
         more_s = more_d = ZERO
         if block.recomputed is not block.kept:
             whole_s, whole_d = _per_layer(sends, block.recomputed)
             more_s, more_d = whole_s - kept_s, whole_d - kept_d
-        stable, delta = stable + of_kind(place, kept_s, more_s), delta + of_kind(place, kept_d, more_d)
+        stable = stable + of_kind(place, kept_s, more_s)
+        layers = Linear(layers_of_most(work) * kept_d, per_ckpt=more_d)
+        delta = delta + (layers if others else of_kind(place, kept_d, more_d))
     return stable, delta
 
 

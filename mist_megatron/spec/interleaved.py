@@ -16,6 +16,12 @@ before all backward passes there is one such wait and not two. So
 
     T = max_b [ sum_{i<b} (f_i + b_i of chunk 1) + G t_b + wait_f + wait_b ]
 
+Where the first chunk of stages takes longer (z_1, f_1 of it forward) than their last (z_v), stages get out of
+step: on some of them backward passes of last chunks come beside forward passes of first ones, on others
+beside others. Every round of p micro-batches but the first two then takes (p - 1) (z_1 - z_v) - z_1 longer
+than its passes, and the second one (p - 1) (z_1 - f_1 - z_v) - f_1, less what sends make it longer and what
+the first or the last stage rests meanwhile. With few stages it may be a layer more.
+
 Every bracket is a path through the schedule, so that T is never longer than the longest one (but where the
 chunks that fill a wait are longer than the mean of the stage's); tests hold it against that one. With equal
 stages whose chunks are equal, T = G t + (p - 1) t / v (Narayanan et al., SC'21).
@@ -36,6 +42,8 @@ class ChunkedTimes(Protocol):
     def split_s(self) -> tuple[float, float]: ...
     @property
     def round_s(self) -> float: ...
+    @property
+    def sent_s(self) -> float: ...
     def first_chunk_s(self, vpp: int) -> tuple[float, float]: ...
     def last_chunk_s(self, vpp: int) -> float: ...
 
@@ -44,6 +52,20 @@ def passes_ahead(following: int, stages: int, passes: int, vpp: int) -> int:
     """Forward passes of a stage before which it has no backward pass, so many stages being behind it, of the
     `passes` of all its chunks."""
     return min(2 * following + (vpp - 1) * stages, passes - 1)
+
+
+def out_of_step_s(stages: Sequence[ChunkedTimes], index: int, grad_accum: int, vpp: int) -> float:
+    """What all rounds lose of a stage in the midst of others whose chunks are not equal."""
+    own, count = stages[index], len(stages)
+    (forward_s, backward_s), last_s = own.first_chunk_s(vpp), own.last_chunk_s(vpp)
+    whole_s, rounds = forward_s + backward_s, grad_accum // count
+    if rounds < 2 or whole_s <= last_s:
+        return 0.0
+    rests_s = max(own.stable_s - min(stages[0].stable_s, stages[-1].stable_s), 0.0)
+    rests_s = count * (rests_s + own.sent_s)
+    second_s = (count - 1) * (backward_s - last_s) - forward_s - rests_s
+    each_s = (count - 1) * (whole_s - last_s) - whole_s - rests_s
+    return max(second_s, 0.0) + (rounds - 2) * max(each_s, 0.0)
 
 
 def interleaved_s(stages: Sequence[ChunkedTimes], grad_accum: int, vpp: int) -> float:
@@ -66,4 +88,9 @@ def interleaved_s(stages: Sequence[ChunkedTimes], grad_accum: int, vpp: int) -> 
         paths.append(before_s + grad_accum * stage.stable_s + waits_s)
         before_s += sum(first[index])
         slowest = max(slowest[0], first[index][0]), max(slowest[1], first[index][1])
+    ramps_s = sum(map(sum, first[:-1]))
+    for index in range(1, count - 1):
+        lost_s = out_of_step_s(stages, index, grad_accum, vpp)
+        if lost_s > 0.0:
+            paths.append(ramps_s + grad_accum * stages[index].stable_s + lost_s)
     return max(paths)
