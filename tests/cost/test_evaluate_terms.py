@@ -307,8 +307,9 @@ def test_interleaved_sends_longer_than_a_layer() -> None:
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
     assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 7 / 3, abs=HOST_S)
-    # A trip through 6 chunks takes 5 hops each way, instead of what 5 pairs of passes wait.
-    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 5 * GRID.layers * 7 / 3 / 2, abs=5 * HOST_S)
+    # A trip through 6 chunks takes 5 hops each way, instead of what 5 pairs of passes wait: where chunks are
+    # not equal, those of the largest stage, whatever a stage has.
+    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 5 * 3 * 7 / 3 / 2, abs=5 * HOST_S)
 
 
 def test_interleaved_sends_between_the_two_passes() -> None:
@@ -317,7 +318,7 @@ def test_interleaved_sends_between_the_two_passes() -> None:
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
     assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 5 / 3 / 2, abs=HOST_S)
-    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * GRID.layers * 5 / 3 / 2 / 2, abs=5 * HOST_S)
+    assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * 3 * 5 / 3 / 2 / 2, abs=5 * HOST_S)
 
 
 def test_what_is_made_again_hides_sends_with_all_its_work() -> None:
