@@ -321,6 +321,19 @@ def test_interleaved_sends_between_the_two_passes() -> None:
     assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * 3 * 5 / 3 / 2 / 2, abs=5 * HOST_S)
 
 
+@pytest.mark.parametrize(("stages", "own"), [(4, True), (3, False)])
+def test_what_fills_equal_chunks_is_of_their_own_layers(stages: int, own: bool) -> None:
+    """8 layers make 4 stages of 2 chunks alike, and 3 stages of which the largest tells for all."""
+    slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 3, "backward_collective_s": 1}
+    block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
+    delta_s = [
+        terms_of("megatron", replace(GRID, stages=stages, vpp=2, layers=layers), block=block)[1]
+        for layers in (GRID.layers, 2 * GRID.layers)
+    ]
+    once, twice = (float(one["pipeline_p2p"]) for one in delta_s)
+    assert (twice < once - 1.0) == own and (twice == once) == (not own)
+
+
 def test_what_is_made_again_hides_sends_with_all_its_work() -> None:
     """Of 14/3 s a forward pass of 1 s and its collective leave 8/3; where the layer is made again, a
     backward pass of 1 s, its collective and both of the layer's once more leave 2/3."""
