@@ -287,6 +287,8 @@ class StageEvaluator:
     def fits(self, grid: StageGrid) -> NDArray[np.bool_]:
         """Whether GPU and host have the room."""
         on_device = np.asarray(self.peak_bytes(grid) <= self.limit_bytes)
+        if math.isinf(self.host_limit_bytes) or not on_device.any():
+            return on_device
         return np.asarray(on_device & (self.host_bytes(grid) <= self.host_limit_bytes))
 
     def memory_moments(self, grid: StageGrid) -> dict[str, Array]:

@@ -93,7 +93,7 @@ def least_memory(
     groups: dict[tuple[object, ...], list[StageSizes]] = {}
     for sizes in wanted:
         if sizes not in kept:
-            groups.setdefault(sizes[:3], []).append(sizes)
+            groups.setdefault(sizes[:2], []).append(sizes)
     for members in groups.values():
         for begin in range(0, len(members), AT_ONCE):
             tick()
@@ -132,13 +132,19 @@ def _moments(
         zero=first.zero,
     )
     choices = Choices(space=space, shape=mesh, step=1.0)
-    axes = choices.axes(ends_of(choices.counts(1, recompute=recompute)))
     one = (1,) * (len(AXES) - 1)
     counts = np.array([1.0, float(layers)]).reshape(1, 2, 1, *one)
 
     def column(values: Sequence[float]) -> Array:
         return np.array(values, dtype=np.float64).reshape(-1, 1, 1, *one)
 
+    # Who has fewer levels than others has its last again.
+    most = max(len(sizes.zero) for sizes in members)
+    levels = [(*sizes.zero, *sizes.zero[-1:] * (most - len(sizes.zero))) for sizes in members]
+    axes = {
+        **choices.axes(ends_of(choices.counts(1, recompute=recompute))),
+        "zero": np.array(levels, dtype=np.float64).reshape(-1, 1, 1, most, *one[1:]),
+    }
     grid = stage_grid(mesh, StageSlot(role=first.role, layers=1, held=1.0), axes, recompute=recompute)
     held, beyond = evaluator.moments(
         replace(
@@ -157,7 +163,7 @@ def _moments(
     )
     # Fractions of activations are kept where nothing is left to offload: that only lowers the bound.
     valid = choices.valid(2, {**axes, "ckpt": np.zeros(1)})
-    full = (len(members), 2, *(axes[name].size for name in AXES))
+    full = (len(members), 2, *(most if name == "zero" else axes[name].size for name in AXES))
     inner = tuple(range(2, len(full)))
     return np.stack(
         [
