@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mist_megatron.calibrate.imported import Hints
-from mist_megatron.calibrate.links import Link, matrices_of, read_links
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import read_packed_text
 from mist_megatron.formats.links_yaml import is_links, links_from_text
 from mist_megatron.search.place import best_chain_gain, best_ring_gain
 from mist_megatron.spec.links import LinkMatrix
 from mist_megatron.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from mist_megatron.calibrate.links import Link
 
 SLOW_LINK = 0.5
 """Of the median link: below it a link is named ..."""
@@ -45,6 +47,9 @@ def import_link_files(
     paths: Sequence[Path], *, unit: str | None = None, hints: Hints = NO_HINTS
 ) -> ReadLinks:
     """Files, and all files of folders. Of several, those that tell no link are told, not refused."""
+    # Imported late: a search without measured links needs none of these readers.
+    from mist_megatron.calibrate.links import matrices_of, read_links
+
     files = [file for path in paths for file in _files_of(path)]
     if not files:
         raise InputError(f"{paths[0]}: no files in it; wanted logs of pairs of nodes")

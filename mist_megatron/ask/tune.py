@@ -14,7 +14,6 @@ from typing import Any
 
 from mist_megatron import __version__
 from mist_megatron.ask.baselines import best_by_hand
-from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.evaluators import Sharing, SourcedEvaluator, error_bar_of, evaluator_for, profile_hash
 from mist_megatron.ask.left_out import left_out_words
 from mist_megatron.ask.on_links import OnLinks
@@ -220,6 +219,9 @@ class Tuned:
     def written(self, out: str | Path, *, force: bool = False) -> Tuned:
         """Writes plan.yaml and, where the target has files, those: all or nothing. A target that runs layers
         one by one is a model of costs besides, and says so where nothing else is written."""
+        # Imported late: most searches are only read.
+        from mist_megatron.ask.emit import framework_files
+
         texts, notes = {"plan.yaml": plan_to_yaml(self.plan)}, self.notes
         target = TARGETS[self.plan.target]
         by_layer = target.can(self.plan.training.precision, self.plan.execution).layer_strategies
