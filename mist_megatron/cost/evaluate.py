@@ -403,10 +403,7 @@ class StageEvaluator:
         """Seconds of a micro-batch that the profile held exactly, interpolated, or extrapolated."""
         if grid.parts:
             return self._provenance_of_parts(grid)
-        linked = self._linked(grid)
-        distinct, positions, shape = LayerSizes.of(linked).distinct()
-        marked = self._pairs(LayerSizes.unpacked(distinct), linked, marked=True)
-        pairs = PricedPairs(marked, positions, shape)
+        pairs = self._priced(self._linked(grid), marked=True)
         kinds = [(kind, count.layers) for kind, count in zip(self.kinds, grid.by_kind, strict=True)]
         kinds += [("embedding", np.ones(()))] if grid.role.has_embedding else []
         kinds += [("head", np.ones(()))] if grid.role.has_head else []
@@ -457,16 +454,16 @@ class StageEvaluator:
             sides=() if self.job.model.alike else boundary_sides(self.job.model, grid, pairs.size),
         )
 
-    def _priced(self, grid: StageGrid) -> PricedPairs:
+    def _priced(self, grid: StageGrid, *, marked: bool = False) -> PricedPairs:
         """Distinct sizes of the grid, each priced when it is first met: few values of all of them make up all
         grids of a search."""
         distinct, positions, shape = LayerSizes.of(grid).distinct()
-        key = (grid.sequence_parallel, grid.recompute, grid.placed)
+        key = (grid.sequence_parallel, grid.recompute, grid.placed, marked)
         rows, priced = self._memo.pairs.get(key, ({}, None))
         pairs: list[complex] = distinct.tolist()
         new = np.array([pair for pair in pairs if pair not in rows])
         if new.size or priced is None:
-            more = self._pairs(LayerSizes.unpacked(new), grid)
+            more = self._pairs(LayerSizes.unpacked(new), grid, marked=marked)
             priced = more if priced is None else priced.joined(more)
             rows = {**rows, **{pair: len(rows) + k for k, pair in enumerate(new.tolist())}}
             self._memo.pairs[key] = rows, priced
