@@ -97,8 +97,8 @@ class _Recorder(StageEvaluator):
     def memory_values(self, grid: StageGrid) -> dict[str, Array | float]:
         return _symbols(super().memory_values(grid), grid)
 
-    def _priced(self, grid: StageGrid) -> PricedPairs:
-        pairs = self._pairs(LayerSizes.of(grid), grid)
+    def _priced(self, grid: StageGrid, *, marked: bool = False) -> PricedPairs:
+        pairs = self._pairs(LayerSizes.of(grid), grid, marked=marked)
         return PricedPairs(pairs, np.zeros(0, dtype=np.intp), ())
 
 

@@ -8,21 +8,22 @@ whatever a wrapper (`deterministic`, `what_if`) wants to change about it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from mist_megatron.spec.profile import CollectiveKind
 
 Array = NDArray[np.float64]
 
 
-def any_of(values: ArrayLike) -> bool:
-    """Whether anything is not zero. Arrays of prices are short, and `np.any` takes longer than they do."""
-    if isinstance(values, np.ndarray) and values.ndim == 0:
-        return bool(values)
-    return bool(np.count_nonzero(values))
+def any_of(values: NDArray[Any] | float) -> bool:
+    """Whether anything is not zero. Arrays of prices are short, and `np.any` takes longer than they do; of
+    one number, so does counting."""
+    if isinstance(values, np.ndarray) and values.ndim:
+        return bool(np.count_nonzero(values))
+    return bool(values)
 
 
 Kinds = NDArray[np.int8] | np.int8
