@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
 import functools
 import importlib.util
-import inspect
 import io
 import os
 import sys
@@ -42,9 +43,14 @@ def imported(*, capability: int = 9):
         yield
 
 
-SOURCE = functools.cache(inspect.getsource)
-"""Megatron reads help texts from the source of its classes for every parser that it makes, which takes most
-of the time."""
+@functools.cache
+def own_parser() -> argparse.ArgumentParser:
+    """Of Megatron's arguments, for which it reads the source of its classes: that takes twenty times as long
+    as to parse a command line, and comes to the same each time."""
+    from megatron.training import arguments as A
+
+    parser = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
+    return A.add_megatron_arguments(parser)
 
 
 def rank_arguments(plan: Plan, index: int) -> list[str]:
@@ -63,18 +69,19 @@ def parse(argv: list[str], *, world: int, environment: dict[str, str | None]) ->
 
     variables = {"WORLD_SIZE": str(world), "RANK": "1"}  # a rank other than 0 keeps it quiet
     variables |= {name: value for name, value in environment.items() if value is not None}
-    errors = io.StringIO()
+    errors, parser = io.StringIO(), own_parser()
     with (
         mock.patch.dict(os.environ, variables),
         mock.patch.object(sys, "argv", ["pretrain_gpt.py", *argv]),
-        mock.patch.object(inspect, "getsource", SOURCE),
+        mock.patch.object(A, "add_megatron_arguments", lambda _: parser),
     ):
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)
         with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
             try:
-                args = A.validate_args(A.parse_args())
+                # Lists among the defaults are the parser's, and what checks the arguments may change them.
+                args = A.validate_args(copy.deepcopy(A.parse_args()))
             except SystemExit as stop:
                 raise ValueError(errors.getvalue().strip().splitlines()[-1]) from stop
             config = core_transformer_config_from_args(args)
