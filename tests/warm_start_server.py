@@ -35,6 +35,7 @@ SITE = str(HERE / "warm_start")
 IMPORTED = (
     "torch",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.run",
     "torch.distributed.tensor",

@@ -7,8 +7,8 @@ Two levels, because the second rewires torch for the whole process:
 * `install(...)`       makes "cuda" mean the CPU, so that real layers, schedules, optimizers and `pretrain()`
   run on gloo. Call it in a process of its own, before anything of Megatron is imported.
 
-Nothing here changes arithmetic: every replaced function either answers a question about a device
-that is not there or does nothing (streams, events, pinning).
+Nothing here changes arithmetic but `half_products`: every other replaced function either answers a question
+about a device that is not there or does nothing (streams, events, pinning).
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ import sys
 import types
 import typing
 
+import half_products
+
+KEPT: list[typing.Any] = []
+"""Kernels in place of torch's, which stay as long as this does."""
 _TRITON_ONLY = ("megatron.core.transformer.moe.ops.paged_stash", "megatron.core.ssm.ops.")
 """Modules that import Triton without a guard; only expert-parallel and state-space kernels use them."""
 _STASH = "megatron.core.transformer.moe.paged_stash"
@@ -382,6 +386,7 @@ def install(*, two_devices: bool = False, threads: int = 1, share_groups: bool =
     import torch
     import torch._dynamo  # must be loaded before torch.cuda is rewired
 
+    KEPT.append(half_products.install())
     torch.set_num_threads(threads)
     torch.compile = lambda f=None, *a, **k: f if f is not None else (lambda g: g)
     import_megatron()
