@@ -15,6 +15,8 @@ from readers import READERS, Reader
 from mist_megatron.errors import InputError
 
 INPUTS = 2000
+FEWER = {"plan": 400, "profile": 800}
+"""Of readers whose documents are long: so many take as long as all of most others."""
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -26,9 +28,10 @@ def test_samples_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_files_are_read_or_refused(name: str) -> None:
-    outcome = fuzz(name, INPUTS, seed=7, guided=False)
+    inputs = FEWER.get(name, INPUTS)
+    outcome = fuzz(name, inputs, seed=7, guided=False)
     assert not outcome.failed, outcome.failed[0]
-    assert outcome.answers > len(READERS[name].samples) and outcome.refusals > INPUTS // 10
+    assert outcome.answers > len(READERS[name].samples) and outcome.refusals > inputs // 10
 
 
 def test_what_fails_is_noticed() -> None:
