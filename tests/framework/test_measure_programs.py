@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+import warm_start_server
 from command_line import run
 
 from mist_megatron.calibrate.measurements import SIZES, read_measurements
@@ -75,7 +76,8 @@ def test_killed_and_taken_up_again(tmp_path: Path) -> None:
     before = points_in(out) if out.read_bytes().endswith(b"\n") else []
     with out.open("ab") as file:
         file.write(b'{"kind": "gemm", "of": "12')
-    done = subprocess.run(measure(out, *what), capture_output=True, text=True, check=True)
+    environment = warm_start_server.environment()
+    done = subprocess.run(measure(out, *what), capture_output=True, text=True, check=True, env=environment)
     assert "cut off after" in done.stderr
     counts = json.loads(tally.read_text("utf-8"))
     points = points_in(out)

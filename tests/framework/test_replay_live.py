@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 import live_ranks
 import live_training
+import warm_start_server
 
 from mist_megatron.ask.replay import replay
 from mist_megatron.recorded.report import Page
@@ -26,7 +27,10 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recorded_by(program: str, folder: Path) -> Path:
     path = Path(__file__).with_name(program)
-    subprocess.run([sys.executable, path, folder], check=True, capture_output=True, timeout=300)
+    environment = warm_start_server.environment(PYTHONPATH=str(path.parent))
+    subprocess.run(
+        [sys.executable, path, folder], check=True, capture_output=True, timeout=300, env=environment
+    )
     return folder
 
 
