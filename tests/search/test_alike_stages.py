@@ -136,7 +136,7 @@ def plans_of(
                     continue  # interleaving that Megatron refuses
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_plan_beats_what_is_told(seed: int) -> None:
     job = random_job(seed)
     found = searched(job)

@@ -45,7 +45,7 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     solved = 0
     pairs = list(zip(shape_bounds(question, found), found, strict=True))
     uneven = space.uneven_layers and target != "megatron"
-    for index in np.random.default_rng(0).permutation(len(pairs))[: 14 if limit_gib < 100.0 else 28]:
+    for index in np.random.default_rng(0).permutation(len(pairs))[: 8 if limit_gib < 100.0 else 14]:
         bound, shape = pairs[index]
         alone = solve_equal(question, shape, bound, np.inf)
         if alone.solution is None:

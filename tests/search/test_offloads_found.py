@@ -38,7 +38,7 @@ from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
 
-JOBS = int(os.environ.get("MIST_TEST_OFFLOAD_JOBS", "4"))
+JOBS = int(os.environ.get("MIST_TEST_OFFLOAD_JOBS", "3"))
 FULL = space_named("full")
 SPACE = replace(
     FULL,

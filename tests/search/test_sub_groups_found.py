@@ -18,7 +18,8 @@ from mist_megatron.search.search import Settings
 from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.targets.rules import violations
 
-FULL = replace(space_named("full"), near_even=False)
+FULL = replace(space_named("full"), near_even=False, tp_comm_overlap=False)
+"""Even splits, and overlap of tensor parallelism, have lists of their own."""
 WITHOUT = replace(FULL, optimizer_instances=False)
 SLOW = {"model": "gpt3-1.3b", "gpu": "a100-sxm-80gb", "gpus": 16, "global_batch": 16, "seq": 1024}
 
@@ -35,7 +36,9 @@ def with_instances(plans):
 @pytest.mark.parametrize(("per_node", "most_stages"), [(2, 4), (1, 1)])
 def test_equal_to_every_plan(per_node, most_stages):
     job = spread_job(per_node, batch=4, seq=1024)
-    plans = [plan for plan in with_instances(every_plan(job)) if len(plan.stages) <= most_stages]
+    job = replace(job, execution=replace(job.execution, cuda_graphs=()))
+    every = every_plan(job, overlaps=(False,), graphed=(None,))
+    plans = [plan for plan in with_instances(every) if len(plan.stages) <= most_stages]
     assert any(plan.execution.instances > 1 for plan in plans)
     best_s = min(told_of(plan).iteration_s for plan in plans)
     settings = Settings(limits=parse_limits(("vpp=1",), (), (f"pp={most_stages}",)))
@@ -59,14 +62,14 @@ def test_each_number_can_be_asked_for():
 
 
 def test_it_gains_between_nodes():
-    best = mist_megatron.tune(**SLOW, target="megatron")
-    without = mist_megatron.tune(**SLOW, target="megatron", fix="instances=1")
+    best = mist_megatron.tune(**SLOW, target="megatron", fix="vpp=1,cp=1")
+    without = mist_megatron.tune(**SLOW, target="megatron", fix="vpp=1,cp=1,instances=1")
     assert best.iteration_s <= without.iteration_s
 
 
 def test_mixtures_have_what_is_asked_for():
     words = {"model": "qwen3-30b-a3b", "gpu": "h100-sxm-80gb", "gpus": 16, "global_batch": 64, "seq": 4096}
-    found = mist_megatron.tune(**words, target="megatron", fix="instances=2,pp=1")
+    found = mist_megatron.tune(**words, target="megatron", fix="instances=2,pp=1,tp=1,cp=1")
     assert found.plan.execution.instances == 2 and not violations(found.plan)
     assert mist_megatron.predict(found.plan).iteration_s == pytest.approx(found.iteration_s, rel=1e-9)
 

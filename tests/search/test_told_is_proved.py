@@ -30,8 +30,8 @@ from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import violations
 
 ONE_CHUNK = Limits(fixed={"vpp": 1})
-SEEDS = [seed for seed in range(30) if seed not in (9, 13)]
-"""Those two have so many plans that listing them takes as long as of half of the others."""
+SEEDS = [seed for seed in range(30) if seed not in (0, 1, 4, 7, 9, 13, 15)]
+"""Those have so many plans that listing them takes several times as long as of all others."""
 
 
 def random_job(seed: int) -> tuple[Job, Space]:
@@ -188,7 +188,7 @@ def test_the_fastest_of_all_plans_is_told(seed: int) -> None:
     agree(*told_and_true(seed))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_larger_space_is_no_slower(seed: int) -> None:
     job, _ = random_job(200 + 2 * seed)
     evaluator = evaluator_of(job)

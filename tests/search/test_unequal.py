@@ -139,7 +139,6 @@ def brute_force(job, evaluator, lengths):
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "layers", "batch", "limit_gib"),
     [
-        (1, 4, 3, 4, 8, 3.5),
         (1, 4, 3, 5, 4, 100.0),
         (2, 2, 3, 4, 8, 4.0),
         (1, 6, 2, 3, 6, 4.0),
