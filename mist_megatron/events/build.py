@@ -243,32 +243,33 @@ class _Builder:
 
     def play_pass(self, number: int, step: Pass, given: list[int], stage: StageTasks) -> int:
         """The events of a pass; returns the first that waits for the pass's input."""
-        rank, chunk = self.ranks[number], stage.chunks[step.chunk]
-        layers = chunk if step.kind is PassKind.FORWARD else chunk[::-1]
+        rank, forward = self.ranks[number], step.kind is PassKind.FORWARD
+        layers = stage.chunks[step.chunk][:: 1 if forward else -1]
         host_s = 0.0 if step.kind is PassKind.WEIGHT else stage.host_s / (2 * self.chunks)
         waits = [*rank.end, *rank.holds, *given]
         stepped = self.play_steps(number, step, layers) if self.steps_ahead(number, step) else None
-        arriving = self.fetch(number, step, layers[0], since := stepped[-1] if stepped else rank.end)
+        since = stepped[-1] if stepped else rank.end
+        if self.work.steps_on_arrival and forward and step.micro_batch == 0:
+            since = waits = self.add_chain(number, on_arrival(stage), waits)  # makes weights that come in
+        arriving = self.fetch(number, step, layers[0], since)
         begun = None
         # The head's two passes are one place in the line: before its backward pass nothing has to be gone.
         turns = step.kind is PassKind.BACKWARD and layers[0].name == "head"
-        if self.work.steps_on_arrival and step.kind is PassKind.FORWARD and step.micro_batch == 0:
-            waits = self.add_chain(number, on_arrival(stage), waits)
         if host_s > 0.0:
             begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
         for index, layer in enumerate(layers):
             turning = turns and index == 0
-            between = layer.between and step.kind is PassKind.FORWARD
+            between = layer.between and forward
             left = () if turning or between else rank.leaving[0]
             begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *left]
             following = None if index + 1 == len(layers) else layers[index + 1]
-            since = since if layer.between else waits
+            # What a pass begins to bring back after the head comes while that layer runs, not while it waits.
+            since = since if layer.between else [*waits, *(left if turns and index == 1 else ())]
             arriving = [] if following is None else self.fetch(number, step, following, waits, (layer, since))
             begun = len(self.built.kind) if begun is None else begun
             end = self.play_layer(number, step, layer, begin)
-            waits = [end]
-            rank.end = waits
+            waits = rank.end = [end]
             sent = self.send_off(number, step, layer, end)
             older, newer = rank.leaving
             if not between:

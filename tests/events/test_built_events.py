@@ -221,6 +221,34 @@ def test_the_first_stage_steps_layer_by_layer() -> None:
     assert spans[0, "optimizer step", "F0 layer 1"] == (4.0, 6.0)
 
 
+def test_what_is_gathered_first_waits_for_its_update_on_the_host() -> None:
+    """The host steps (4) when the pass begins; weights of the first layer are gathered (2) after that."""
+    gathered = layer(PassTasks(compute_s=1.0, gather_s=2.0), PassTasks(compute_s=1.0))
+    one = stage(gathered, step=replace(NO_STEP, host_adam_s=4.0))
+    spans, timeline = ran(replace(workload(one), steps_on_arrival=True))
+    assert spans[0, "host Adam", "host Adam"] == (0.0, 4.0)
+    assert spans[0, "weight gather", "F0 layer 0"] == (4.0, 6.0)
+    # The second micro-batch, whose weights come in again, finds them updated.
+    assert timeline.makespan_s == 4.0 + 2 * (2.0 + 1.0 + 1.0)
+
+
+def test_what_comes_in_beside_the_layer_before_the_head_waits_until_that_runs() -> None:
+    """Activations of three layers leave (5 each) and come in (3) for two. The last layer's backward pass waits
+    until its own have left, at 16; then those of the layer before it come in."""
+    forward, backward = PassTasks(compute_s=1.0, copy_out_s=5.0), PassTasks(compute_s=1.0, copy_in_s=3.0)
+    last = layer(forward, PassTasks(compute_s=1.0))
+    one = stage(layer(forward, backward), layer(forward, backward), last, PLAIN)
+    named = [
+        replace(layer, name="head") if place == 3 else layer for place, layer in enumerate(one.chunks[0])
+    ]
+    spans, _ = ran(workload(replace(one, chunks=(tuple(named),)), grad_accum=1))
+    assert spans[0, "copy out", "F0 layer 2"] == (11.0, 16.0)
+    assert spans[0, "backward", "B0 head"] == (12.0, 14.0)
+    assert spans[0, "backward", "B0 layer 2"] == (16.0, 17.0)
+    assert spans[0, "copy in", "B0 layer 1"] == (16.0, 19.0)
+    assert spans[0, "copy in", "B0 layer 0"] == (19.0, 22.0)
+
+
 def test_events_run_on_the_streams_that_they_are_priced_for() -> None:
     rich = PassTasks(
         compute_s=1.0, recompute_s=1.0, tensor_s=1.0, blocking_gather_s=1.0, copy_in_s=1.0, copy_out_s=1.0
