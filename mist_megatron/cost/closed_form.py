@@ -6,11 +6,11 @@ of it a run of layers exposes. In the stable state a pass follows at once, so th
 beside the next pass; the first arrival of a pass does not hide but behind what the stage does between two.
 
 Which layers of a stage are the recomputed ones matters at the ends of passes. Where they are the last (Mist),
-a backward pass begins with them and needs no offloaded activations at first; terms could say that only where
-some layers are recomputed, but are said of all stages that keep a layer, because a search reads terms of any
-number of recomputed layers off those of none. With none and offloaded activations t is too small by the
-arrival of one layer's, less what hides it, and too large by what two layers' departures take longer than
-their compute: `refinement` tells that to `predict`.
+a backward pass begins with them, and offloaded activations come in beside the last of them; terms could say
+that only where some layers are recomputed, but are said of all stages that keep a layer, because a search
+reads terms of any number of recomputed layers off those of none. With none and offloaded activations t is off
+by the arrival of one layer's, less what hides it, and too large by what two layers' departures take longer
+than their compute: `refinement` tells that to `predict`.
 
 Every term is `fixed + layers * per_layer + ckpt * per_ckpt`, so a search can price a whole plane of
 (layers, ckpt) from three numbers and prune exactly.
@@ -25,10 +25,12 @@ import numpy as np
 
 from mist_megatron.cost.by_chunk import Round, gathered_apart
 from mist_megatron.cost.edges import (
-    alone_before_head,
+    arriving_s,
+    before_head,
     begun_beside,
     embedding_waits,
     head_waits,
+    leaving_s,
     states_leave_at_head,
     still_leaving,
     turned_at_head,
@@ -56,7 +58,7 @@ from mist_megatron.cost.sends import (
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.turning import begun_with, copies_beside, warmed_up
+from mist_megatron.cost.turning import begun_with, comes_back_s, copies_beside, warmed_up
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array, any_of
@@ -108,7 +110,8 @@ def _between_passes(work: StageWork, sent: Linear) -> tuple[Between, Between]:
     grid, loads = work.grid, work.loads
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     send_s = ZERO if Term.PIPELINE_P2P in work.context.without else sent.fixed / (exchanges * grid.vpp)
-    usual = Between(send_s, work.host_s / (2 * grid.vpp), ZERO)
+    arrives = work.context.facts.host_copies.on_arrival
+    usual = Between(send_s, work.host_s / (2 * grid.vpp), ZERO, on_arrival=arrives)
     forward = usual if loads.embedding is None else Between(ZERO, ZERO, loads.embedding.forward_s)
     backward = usual if loads.head is None else Between(ZERO, ZERO, loads.head.backward_s)
     return forward, backward
@@ -188,8 +191,9 @@ def _edge_terms(
         + run.backward.inside_s
     )
     first_s = run.first.inside_s - run.forward.inside_s + dropped_if_idle(run.gather_before_s)
-    if gathers_on_arrival(grid, facts):
-        add_term(delta, Term.FIRST_GATHER, Linear(first_s))
+    if gathers_on_arrival(grid, facts) or facts.step.taken == "on_arrival":
+        stopped = Term.FIRST_FORWARD_TRAFFIC if facts.step.in_first_forward else Term.FIRST_GATHER
+        add_term(delta, stopped, Linear(first_s))
         first_s = ZERO
     delta[names[1]] = Linear(first_s + run.last.inside_s - run.backward.inside_s)
     if reduces_by_chunk(grid, facts) and layer is work.embedding:
@@ -205,8 +209,9 @@ def _edge_terms(
 
 def _travels(work: StageWork, layer: LayerWork) -> bool:
     """Whether weights or gradients of an edge do while it and its neighbour compute."""
-    traffic = any_of(layer.first.gather_s) or any_of(layer.backward.reduce_s)
-    return bool(traffic) and not (work.grid.interleaved or _ahead(work))
+    arriving = arriving_s(layer.first), arriving_s(layer.forward)
+    traffic = *arriving, leaving_s(layer.backward), layer.traffic.step_out_s
+    return any(any_of(one) for one in traffic) and not work.grid.interleaved
 
 
 def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: bool = False) -> LayerRun:
@@ -216,7 +221,7 @@ def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: boo
     last = layer is work.head
     place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
     block = work.blocks[place]
-    before = alone_before_head(block.kept) if one_kept else block.kept
+    before = before_head(work, place, alone=one_kept) if last else block.kept
     usual = [usually_among(work, place, one) for one in (before, block.recomputed)]
     if last:
         kept, whole = (head_waits(layer, one, host_s, factors) for one in usual)
@@ -226,9 +231,9 @@ def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: boo
         left_s = ZERO if following is None else following.backward.reduce_s
         own_s = block.kept.backward.reduce_s
         kept, whole = (embedding_waits(layer, one, host_s, factors, left_s, own_s) for one in usual)
-    each = (layer.forward.gather_s > 0.0) & (block.kept.forward.gather_s > 0.0)
-    once = layer.first.gather_s > 0.0
-    reduces = (layer.backward.reduce_s > 0.0) & (block.kept.backward.reduce_s > 0.0)
+    each = (arriving_s(layer.forward) > 0.0) & (arriving_s(block.kept.forward) > 0.0)
+    once = arriving_s(layer.first) + layer.traffic.step_out_s > 0.0
+    reduces = (leaving_s(layer.backward) > 0.0) & (leaving_s(block.kept.backward) > 0.0)
     some = grid.by_kind[place].ckpt < grid.by_kind[place].layers
 
     def seconds(name: str, usual: Phase) -> Phase:
@@ -238,13 +243,12 @@ def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: boo
         where = {"first_s": once, "forward_s": there}.get(name, each | reduces)
         return replace(usual, inside_s=np.where(where, waits_s, usual.inside_s))
 
-    return replace(
-        run,
-        forward=seconds("forward_s", run.forward),
-        backward=seconds("backward_s", run.backward),
-        first=seconds("first_s", run.first),
-        last=seconds("last_s", run.last),
-    )
+    forward, first = seconds("forward_s", run.forward), seconds("first_s", run.first)
+    if _ahead(work):
+        # What comes in for the steps is in it, and what comes for its forward pass follows them.
+        first = replace(run.first, inside_s=run.first.inside_s + forward.inside_s - run.forward.inside_s)
+    backward, ended = seconds("backward_s", run.backward), seconds("last_s", run.last)
+    return replace(run, forward=forward, backward=backward, first=first, last=ended)
 
 
 def _followed(work: StageWork) -> bool:
@@ -266,10 +270,22 @@ def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tupl
         run = _averaged(_run(work, kept, ends, between, followed), others)
     else:
         run = among_others(work, place, kept, lambda one: _run(work, one, ends, between, followed))
+    if followed:
+        run = _later(run, comes_back_s(work, place))
     whole = block.recomputed
     if whole is kept:
         return run, run
     return run, among_others(work, place, whole, lambda one: _run(work, one, whole, between, followed))
+
+
+def _later(run: LayerRun, seconds: Array) -> LayerRun:
+    """With so much more once per run in backward passes."""
+    backward, last = run.backward, run.last
+    return replace(
+        run,
+        backward=replace(backward, alone_s=backward.alone_s + seconds),
+        last=replace(last, alone_s=last.alone_s + seconds),
+    )
 
 
 def _averaged(run: LayerRun, others: Sequence[tuple[float, LayerRun]]) -> LayerRun:

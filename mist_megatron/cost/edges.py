@@ -16,7 +16,7 @@ import numpy as np
 from mist_megatron.cost.last_reductions import counted_apart
 from mist_megatron.cost.phases import Between, Phase, departure_s, turned_round_s
 from mist_megatron.cost.terms import ZERO
-from mist_megatron.cost.work import LayerWork, PassWork, StageWork
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork, recomputed_layer
 from mist_megatron.price.overlap import overlapped_time
 from mist_megatron.price.prices import Array, any_of
 
@@ -32,6 +32,16 @@ class EdgeWaits:
     last_s: Array
 
 
+def arriving_s(one: PassWork) -> Array:
+    """Weights of an edge that come in for a pass."""
+    return one.gather_s + one.copy_in_s
+
+
+def leaving_s(one: PassWork) -> Array:
+    """Gradients of an edge that leave after it."""
+    return one.reduce_s + one.copy_out_s
+
+
 def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array) -> EdgeWaits:
     """`layer` comes before the head, `host_s` is what the host does at the begin of a pass."""
 
@@ -45,7 +55,8 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
         moved_s, copies = beside.gather_s + beside.reduce_s, (beside.copy_in_s, beside.copy_out_s)
         with_head = _together(beside, (moved_s + own.gather_s, *copies), ZERO, factors)
         waiting_s = with_head - _together(beside, (moved_s, *copies), ZERO, factors)
-        return np.where(beside.copy_in_s > 0.0, np.minimum(more_s, waiting_s), more_s)
+        meanwhile = (beside.copy_in_s > 0.0) & (own.copy_in_s == 0.0)
+        return np.where(meanwhile, np.minimum(more_s, waiting_s), more_s)
 
     def back(beside: PassWork, own: PassWork) -> Array:
         usual = beside.gather_s + beside.reduce_s, beside.copy_in_s, beside.copy_out_s
@@ -54,10 +65,13 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
         more_s = _together(beside, leaving, added_s, factors) - _together(beside, usual, added_s, factors)
         return _arrival_s(own, host_s, factors) + more_s
 
+    # Weights that have stepped turn round where they are on their way out.
+    out_s, in_s = head.traffic.step_out_s, _arrival_s(head.backward, host_s, factors)
+    turned_s = np.where(out_s > 0.0, np.maximum(out_s - host_s, 0.0) - in_s, 0.0)
     return EdgeWaits(
         forward_s=there(layer.forward, head.forward),
         backward_s=back(layer.backward, head.backward),
-        first_s=there(layer.first, head.first),
+        first_s=there(layer.first, head.first) + turned_s,
         last_s=back(counted_apart(layer), counted_apart(head)),
     )
 
@@ -96,28 +110,42 @@ def embedding_waits(
     ended_s = departure_s(own_last, factors) - departure_s(last, factors)
     # Where nothing is gathered, it computes beside what it has sent off before, and its neighbour waits.
     beside_s = np.where(embedding.forward.gather_s > 0.0, 0.0, embedding.forward.compute_s)
+    # What has stepped leaves beside the next layer, and the one after that waits for it.
+    next_s = layer.first.compute_s + layer.first.tensor_s
+    gone_s = np.maximum(embedding.traffic.step_out_s - next_s, 0.0)
     return EdgeWaits(
         forward_s=np.maximum(both - host_s - beside_s, 0.0),
         backward_s=back(layer.backward, embedding.backward),
-        first_s=_arrival_s(embedding.first, host_s, factors),
+        first_s=_arrival_s(embedding.first, host_s, factors) + gone_s,
         last_s=back(last, own_last) + ended_s,
     )
 
 
-def alone_before_head(kept: LayerWork) -> LayerWork:
-    """The layer before the head where it is the only one that is kept: no other's activations leave or come
-    beside it."""
-    saved_s = kept.forward.copy_out_s
+def before_head(work: StageWork, place: int, *, alone: bool) -> LayerWork:
+    """The layer before the head. Where it is the only one that is kept, no other's activations leave or come
+    beside it. Where weights or gradients of the head are copied too, it is taken so in any case: what they
+    hide behind copies of activations is not counted, as t has one rate for any number of kept layers, and one
+    alone would look faster than none."""
+    block, head = work.blocks[place], work.head
+    if head is None or not any_of(work.grid.offload.activations):
+        return block.kept
+    again = block.recomputed
+    if again is block.kept:
+        again = recomputed_layer(work.grid, work.loads.blocks[place], work.context)
+    copied = alone | (head.forward.copy_in_s + head.backward.copy_in_s + head.backward.copy_out_s > 0.0)
 
-    def alone(one: PassWork) -> PassWork:
-        return replace(one, copy_in_s=ZERO, copy_out_s=ZERO)
+    def usual(kept: PassWork, quiet: PassWork) -> PassWork:
+        copy_in_s = np.where(copied, quiet.copy_in_s, kept.copy_in_s)
+        return replace(
+            kept, copy_in_s=copy_in_s, copy_out_s=np.where(copied, quiet.copy_out_s, kept.copy_out_s)
+        )
 
     return replace(
-        kept,
-        forward=alone(kept.forward),
-        backward=alone(kept.backward),
-        first=replace(kept.first, copy_out_s=kept.first.copy_out_s - saved_s),
-        last=alone(kept.last),
+        block.kept,
+        forward=usual(block.kept.forward, again.forward),
+        backward=usual(block.kept.backward, again.backward),
+        first=usual(block.kept.first, again.first),
+        last=usual(block.kept.last, again.last),
     )
 
 

@@ -83,11 +83,16 @@ class Between:
     """What an embedding waits for its weights, behind which those of others come in, and beside which copies
     do."""
 
+    on_arrival: bool = False
+    """Copies in begin when the pass's input has come, not while it is sent."""
+
     def exposed_s(self, arriving: PassWork, leaving: PassWork, factors: Array) -> Array:
         """What the first arrival of the next pass and the last departure of the one before add to that."""
         gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
         copy_out = dropped_if_idle(leaving.copy_out_s)
-        sent_s, (copy_in, copy_out) = until_done(GPU_GPU, self.send_s, (copy_in, copy_out), factors)
+        beside = ZERO if self.on_arrival else copy_in
+        sent_s, (left_in, copy_out) = until_done(GPU_GPU, self.send_s, (beside, copy_out), factors)
+        copy_in = copy_in if self.on_arrival else left_in
         slower_s = sent_s - self.send_s
         if gather is ZERO and copy_in is ZERO:
             return slower_s
@@ -190,15 +195,21 @@ def turned_round_s(
     leaving: PassWork, arriving: PassWork, head: tuple[PassWork, LayerWork], host_s: Array, factors: Array
 ) -> Array:
     """What a last layer's copies out, and in again where it is not still there, add to a forward pass of the
-    head and to its backward pass, beside which they run, and beside what it waits for its weights; the host
-    works so long between the two."""
+    head and to its backward pass, beside which they run, and beside what it waits for its weights, whether
+    gathered or copied in; the host works so long between the two."""
     there, back = head[0], head[1].backward
     came_s = leaving.compute_s + idle_for_copies_s(leaving, factors)
     waits_s = np.maximum(there.gather_s - came_s, 0.0)
     waited_s, (_, left_s) = until_done(GPU_GPU, waits_s, (ZERO, leaving.copy_out_s), factors)
+    copied_s = np.maximum(dropped_if_idle(there.copy_in_s) - came_s, 0.0)
+    if any_of(copied_s):
+        beside_s, left_s = until_first(HOST_TO_DEVICE, copied_s, DEVICE_TO_HOST, left_s, factors)
+        waited_s, waits_s = waited_s + beside_s, waits_s + copied_s
     there_s, (_, left_s) = until_done(COMPUTE, there.compute_s, (ZERO, left_s), factors)
     there_s = there_s + waited_s - waits_s
-    left_s = np.maximum(left_s - there.tensor_s - np.maximum(host_s, back.gather_s), 0.0)
+    # Weights that step there turn round behind what the layer sends off.
+    again_s = np.where(there.copy_out_s > 0.0, 0.0, back.copy_in_s)
+    left_s = np.maximum(left_s - there.tensor_s - np.maximum(host_s, back.gather_s + again_s), 0.0)
     gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
     copies = (ZERO, left_s) if copy_in is ZERO else (left_s + copy_in, ZERO)
     compute_s = back.compute_s + head[1].accumulate_s

@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from mist_megatron.cost.phases import Phase
+import numpy as np
+
+from mist_megatron.cost.phases import Phase, phase
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
-from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, recomputed_layer
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
 
@@ -34,6 +36,21 @@ def begun_with(work: StageWork, place: int, kept: LayerWork, *, followed: bool) 
     load = work.loads.blocks[place]
     sends = any_of(work.grid.offload.activations) or any_of(load.moved_bytes)
     return found_there(work, load) if sends and (followed or last_layer_stays(work)) else kept
+
+
+def comes_back_s(work: StageWork, place: int) -> Array:
+    """What a recomputed layer's backward pass waits for where it is followed by that of a layer whose
+    activations come in beside it. Of stages that recompute nothing too, as if they did."""
+    block, load = work.blocks[place], work.loads.blocks[place]
+    if not any_of(work.grid.offload.activations):
+        return ZERO
+    again = block.recomputed
+    if again is block.kept:
+        again = recomputed_layer(work.grid, load, work.context)
+    own, factors = again.backward, work.context.interference
+    both = (replace(own, copy_in_s=block.kept.backward.copy_in_s), own)
+    arriving, quiet = (phase(one, factors, again.accumulate_s, ZERO).inside_s for one in both)
+    return np.asarray(arriving - quiet)
 
 
 def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: LayerLoad) -> Linear:

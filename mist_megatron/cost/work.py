@@ -165,9 +165,14 @@ def stage_work(grid: StageGrid, loads: StageLoads, context: TimeContext) -> Stag
 def _block_work(grid: StageGrid, block: LayerLoad, context: TimeContext) -> BlockWork:
     kept = recomputed = kept_layer(grid, block, context)
     if any_of(grid.ckpt):
-        # What a recomputed layer keeps is its input, which is too small to be worth offloading.
-        recomputed = layer_work(grid, block, context, again=block.again, moved_bytes=ZERO)
+        recomputed = recomputed_layer(grid, block, context)
     return BlockWork(kept=kept, recomputed=recomputed)
+
+
+def recomputed_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:
+    """A layer that is recomputed in full. What it keeps is its input, which is too small to be worth
+    offloading."""
+    return layer_work(grid, load, context, again=load.again, moved_bytes=ZERO)
 
 
 def kept_layer(grid: StageGrid, load: LayerLoad, context: TimeContext) -> LayerWork:

@@ -12,8 +12,9 @@ place of their own, hold nothing up: layers' own collectives go before them, and
 Megatron begin them when a chunk's last backward pass has ended; they gather weights ahead, see `gathers`.)
 Transfers that compute waits for go before those that it does not, which stands for the share of the network
 that they would get. Sends go through a communicator of their own and share links with collectives, half and
-half, where both stay inside a node or both leave it. The first layer of a pass fetches when its pass begins;
-what its last layer made leaves beside whatever comes next.
+half, where both stay inside a node or both leave it. The first layer of a pass fetches when the pass before
+has ended or, by a hook of its own, when its input has come; what the last layer made leaves beside whatever
+comes next.
 
 Where layers step before their first forward, a stage that waits for its first input steps as soon as it is
 done with the iteration before: eq. 1 counts on that, and measured runs of Mist (its artifact, GPT-7B on 8 L4)
@@ -251,7 +252,8 @@ class _Builder:
         since = stepped[-1] if stepped else rank.end
         if self.work.steps_on_arrival and forward and step.micro_batch == 0:
             since = waits = self.add_chain(number, on_arrival(stage), waits)  # makes weights that come in
-        arriving = self.fetch(number, step, layers[0], since)
+        came = [*since, *waits] if self.work.copies_on_arrival else since
+        arriving = self.fetch(number, step, layers[0], since, (None, came))
         begun = None
         # The head's two passes are one place in the line: before its backward pass nothing has to be gone.
         turns = step.kind is PassKind.BACKWARD and layers[0].name == "head"
@@ -339,7 +341,7 @@ class _Builder:
         step: Pass,
         layer: NamedLayer,
         after: list[int],
-        beside: tuple[NamedLayer, list[int]] | None = None,
+        beside: tuple[NamedLayer | None, list[int]],
     ) -> list[int]:
         """What must be there before a layer computes, beside another one; copies come in since another
         event."""
@@ -350,17 +352,15 @@ class _Builder:
         ahead = self.gathered.get((number, layer.name)) if first else None
         events = [] if ahead is None else [ahead]
         if work.gather_s > 0.0 and ahead is None and not self.steps_ahead(number, step):
-            gather_s = layer.arriving_s(work, beside[0] if first and beside is not None else None)
+            gather_s = layer.arriving_s(work, beside[0] if first else None)
             events.append(self.gather_beside(number, name, gather_s, after))
         if work.copy_in_s > 0.0:
             backward = step.kind is PassKind.BACKWARD
             left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
+            if left is not None and layer.name == "head":
+                return [*events, left]  # on its way out it turns round
             rank, kind = self.ranks[number], "copy in"
-            needs = [
-                *(after if beside is None else beside[1]),
-                *([] if left is None else [left]),
-                *rank.fetched,
-            ]
+            needs = [*beside[1], *([] if left is None else [left]), *rank.fetched]
             events.append(self.add(kind, name, number, Stream.HOST_TO_DEVICE, work.copy_in_s, needs))
             rank.fetched = events[-1:]
         return events

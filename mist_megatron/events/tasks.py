@@ -174,6 +174,8 @@ class Workload:
     """Weights are gathered ahead of the first forward pass of their chunk."""
     steps_on_arrival: bool = False
     """Each layer steps before its first forward, when its stage's input has come."""
+    copies_on_arrival: bool = False
+    """Copies in for the first layer of a pass begin when the pass's input has come."""
     sends_in_turn: bool = False
     """Neighbours stop for each other, and send one after the other."""
     tied_before_reduction: bool = False
@@ -208,6 +210,7 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         sends_overlap=plan.vpp > 1 and facts.pipeline.sends_overlap_when_interleaved,
         reduces_by_chunk=any(reduces_by_chunk(grid, facts) for grid in grids),
         gathers_by_chunk=any(gathers_by_chunk(grid, facts) for grid in grids),
+        copies_on_arrival=facts.host_copies.on_arrival,
         sends_in_turn=facts.pipeline.sends_in_turn,
         tied_before_reduction=facts.reduction.tied_first,
         borders=border_seconds(plan, grids, evaluator),

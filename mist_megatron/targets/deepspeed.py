@@ -283,7 +283,7 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
         # schedule.py of the pipeline, whose sends wait for their receiver; its own recomputation
         # (non_reentrant_checkpoint) runs layers to their end.
         pipeline=PipelineFacts(sends_in_turn=True, recomputes_to_end=True),
-        host_copies=HostCopyFacts(in_collectives=True, last_stays=True),
+        host_copies=HostCopyFacts(in_collectives=True, last_stays=True, on_arrival=True),
         instances=InstanceFacts(second_weights=True),
         shard_passes=flat_passes(execution.grad_bytes or MEMORY.grad_bytes) if flat else ShardPasses(),
         # transformers' gradient checkpointing (from release 5), llm-foundry's, and that of our patches.

@@ -364,6 +364,9 @@ class HostCopyFacts:
     and need not come back (the patches' offload of activations)."""
     last_comes_early: bool = False
     """It is there in any case: where a forward pass comes between it is brought back beside that."""
+    on_arrival: bool = False
+    """What the first layer of a pass needs begins its way in when the pass's input has come: hooks of the
+    layer fetch it. Else it begins when the pass before has ended."""
     in_collectives: bool = False
     """Host copies are made on the streams of the collectives: weights of ZeRO 3 right before their gather,
     the gradients so far, to be added to, right before and after their reduction. Weights below ZeRO 3 visit

@@ -254,7 +254,10 @@ def traffic_facts(execution: Execution) -> TrafficFacts:
             scatters_boundaries=bool(execution.scattered_boundaries),
         ),
         host_copies=HostCopyFacts(
-            states_visit=True, last_stays=True, last_comes_early=bool(execution.offload_modules)
+            states_visit=True,
+            last_stays=True,
+            last_comes_early=bool(execution.offload_modules),
+            on_arrival=not execution.offload_modules,
         ),
         instances=InstanceFacts(
             # "For `optim`, we don't need to reduce the local un-sharded gradient", its source says.

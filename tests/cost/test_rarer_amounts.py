@@ -241,6 +241,9 @@ def test_between_two_passes(arriving: dict[str, float], leaving: dict[str, float
     told = between.exposed_s(passes(**arriving), passes(**leaving), np.ones((16, 4)))
     assert float(told) == pytest.approx(wanted)
     assert float(NOTHING_BETWEEN.exposed_s(passes(gather_s=3.0), passes(), np.ones((16, 4)))) == 3.0
+    # But not where it begins when the pass's input has come.
+    later = replace(between, on_arrival=True).exposed_s(passes(**arriving), passes(), np.ones((16, 4)))
+    assert float(later) == pytest.approx(wanted + (2.0 if "copy_in_s" in arriving else 0.0))
     assert GPU_GPU == 1 and not np.any(ZERO)
 
 

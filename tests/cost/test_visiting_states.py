@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from plain_values import value_of
-from test_evaluate_terms import GRID, HOP_S, HOST_S, PARAMETERS, array, terms_of
+from test_evaluate_terms import GRID, HOST_S, PARAMETERS, array, terms_of
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.layers import LayerOptions
@@ -27,10 +27,10 @@ def test_gradients_visit_every_backward_pass_and_come_back_once():
     stable, delta = terms_of(TARGET, GRID.offloading(grads=array(0.75)))
     whole = 2 * 2 * PARAMETERS
     each = 0.75 * whole
-    # Hidden behind 2000 s of backward, but for the first layer's way in; the last one's way out is beside the
-    # next pass, and at the end it turns round, as do two others'.
+    # Hidden behind 2000 s of backward, but for the first layer's way in, which begins when the pass's input
+    # has come; the last one's way out is beside the next pass, and at the end it turns round, as do two more.
     assert stable["exposed_traffic"] == 0
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(each - HOP_S, abs=HOST_S)
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(each, abs=HOST_S)
     assert delta["last_backward_traffic"] == 0
     assert delta["states_at_step"] == pytest.approx(LAYERS * each - 3 * whole)
 
@@ -38,7 +38,7 @@ def test_gradients_visit_every_backward_pass_and_come_back_once():
 def test_weights_come_and_go_for_their_update():
     stable, delta = terms_of(TARGET, GRID.offloading(weights=array(0.25)))
     each = 2 * 2 * PARAMETERS * 0.25
-    assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * (each - HOP_S), abs=HOST_S), (
+    assert stable["pipeline_fill_of_layers"] == pytest.approx(2 * each, abs=HOST_S), (
         "in before forward and backward"
     )
     assert delta["states_at_step"] == pytest.approx(LAYERS * each), "one goes while the next one comes"

@@ -233,8 +233,8 @@ def test_what_is_gathered_first_waits_for_its_update_on_the_host() -> None:
 
 
 def test_what_comes_in_beside_the_layer_before_the_head_waits_until_that_runs() -> None:
-    """Activations of three layers leave (5 each) and come in (3) for two. The last layer's backward pass waits
-    until its own have left, at 16; then those of the layer before it come in."""
+    """Activations of three layers leave (5 each) and come in (3) for two. The last layer's backward pass
+    waits until its own have left, at 16; then those of the layer before it come in."""
     forward, backward = PassTasks(compute_s=1.0, copy_out_s=5.0), PassTasks(compute_s=1.0, copy_in_s=3.0)
     last = layer(forward, PassTasks(compute_s=1.0))
     one = stage(layer(forward, backward), layer(forward, backward), last, PLAIN)
@@ -247,6 +247,33 @@ def test_what_comes_in_beside_the_layer_before_the_head_waits_until_that_runs() 
     assert spans[0, "backward", "B0 layer 2"] == (16.0, 17.0)
     assert spans[0, "copy in", "B0 layer 1"] == (16.0, 19.0)
     assert spans[0, "copy in", "B0 layer 0"] == (19.0, 22.0)
+
+
+@pytest.mark.parametrize(("on_arrival", "begins_s", "ends_s"), [(False, 1.0, 7.0), (True, 6.0, 10.0)])
+def test_copies_in_for_a_pass_wait_for_its_input_where_its_first_layer_fetches_them(
+    on_arrival: bool, begins_s: float, ends_s: float
+) -> None:
+    """Stage 1 passes a gradient back at 6; what stage 0 needs for it comes in for 3 s."""
+    fetching = layer(PassTasks(compute_s=1.0), PassTasks(compute_s=1.0, copy_in_s=3.0))
+    slow = layer(PassTasks(compute_s=1.0), PassTasks(compute_s=4.0))
+    work = workload(stage(fetching), stage(slow), grad_accum=1)
+    spans, timeline = ran(replace(work, copies_on_arrival=on_arrival))
+    assert spans[0, "copy in", "B0 layer 0"] == (begins_s, begins_s + 3.0)
+    assert timeline.makespan_s == ends_s
+
+
+def test_weights_of_a_head_that_are_on_their_way_out_turn_round() -> None:
+    """They step in the first forward pass and leave (4); its backward pass waits for that, and nothing comes
+    in (3) but for the second micro-batch."""
+    forward, first = PassTasks(compute_s=1.0, copy_in_s=3.0), PassTasks(compute_s=1.0, copy_out_s=4.0)
+    head = layer(forward, PassTasks(compute_s=2.0, copy_in_s=3.0), first=first)
+    one = stage(head)
+    named = replace(one.chunks[0][0], name="head")
+    spans, _ = ran(workload(replace(one, chunks=((named,),))))
+    assert spans[0, "copy out", "F0 head"] == (1.0, 5.0)
+    assert (0, "copy in", "B0 head") not in spans
+    assert spans[0, "backward", "B0 head"] == (5.0, 7.0)
+    assert spans[0, "copy in", "B1 head"] == (11.0, 14.0)
 
 
 def test_events_run_on_the_streams_that_they_are_priced_for() -> None:
