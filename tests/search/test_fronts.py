@@ -181,20 +181,20 @@ def reached(points, others):
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_search_finds_the_best_of_all_uniform_plans(target):
     """Pipeline size 1: every plan of the space priced one by one."""
-    job = small_job(target, gpus=2, layers=2, batch=8, limit_gib=6.0)
+    job = small_job(target, gpus=2, layers=2, batch=4, limit_gib=6.0)
     evaluator = evaluator_of(job)
     settings = Settings(step=1.0, limits=Limits(fixed={"pp": 1}))
     result = search(evaluator, space_named(TARGETS[target]), settings)
     space = apply_limits(cut_to_target(space_named(TARGETS[target]), target), settings.limits)
     best = np.inf
-    for tp, micro_batch, sp in itertools.product((1, 2), (1, 2, 4, 8), (False, True)):
+    for tp, micro_batch, sp in itertools.product((1, 2), (1, 2, 4), (False, True)):
         dp = 2 // tp
-        if 8 % (dp * micro_batch) or (tp > 1 and not space.tensor_parallel):
+        if 4 % (dp * micro_batch) or (tp > 1 and not space.tensor_parallel):
             continue
         if sp and (tp == 1 or not space.sequence_parallel):
             continue
         shape = EqualPipeline(
-            grad_accum=8 // dp // micro_batch,
+            grad_accum=4 // dp // micro_batch,
             stages=1,
             nodes=1,
             gpus_per_node=2,
