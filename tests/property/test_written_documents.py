@@ -156,9 +156,13 @@ def test_shipped_profiles_are_read_back(path: Path, tmp_path: Path) -> None:
     assert _written(profile, tmp_path) == profile
 
 
+LIKE_A_NUMBER = 939
+"""The first whose profile had one when this was written; others are tried where it has none any more."""
+
+
 def test_a_hash_that_looks_like_a_number(tmp_path: Path) -> None:
     """One profile in some 1,200 has one: digits with one e among them."""
-    for number in range(20_000):
+    for number in (LIKE_A_NUMBER, *range(20_000)):
         out = tmp_path / "profile.yaml"
         profile = replace(PROFILE, note=str(number))
         files = _files_of(profile)
