@@ -62,7 +62,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"native crash, tried once more: {crash}")
 
 
-LONG = ("framework", "search", "reliability", "recipes", "ask", "property", "pages")
+LONG = ("framework", "search", "reliability", "recipes", "ask", "property", "pages", "tests")
 """Folders by how long their longest files take."""
 
 
