@@ -117,8 +117,7 @@ def _moments(
     evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes], *, recompute: Recompute
 ) -> Array:
     """Least bytes by stage, by (one layer, all layers) and by moment."""
-    layers = evaluator.job.model.layers
-    first = members[0]
+    layers, first = evaluator.job.model.layers, members[0]
     mesh = EqualPipeline(
         grad_accum=1,
         stages=1,
