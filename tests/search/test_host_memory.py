@@ -139,6 +139,23 @@ def test_a_moment_that_one_kind_of_recomputation_does_not_tell_rules_nothing_out
     assert line.more_bytes.tolist() == pytest.approx([(16 - 5) / 5, (17 - 7) / 5])
 
 
+@pytest.mark.parametrize("target", ["megatron+patches", "deepspeed"])
+def test_stages_of_any_levels_hold_together_what_each_does_alone(target: TargetName) -> None:
+    """Their levels are one axis, on which who has fewer has its last again. No level of a stage holds less
+    than all of them at best."""
+    job = small_job(target, gpus=4, layers=6)
+    space = cut_to_target(space_named("full"), target)
+    each = [(1,), (0,), (0, 1), (2, 3), (0, 1, 2, 3)]
+    asked = [StageSizes(StageRole.FIRST, False, levels, 2, 4, 1, 1, 1, (1,), 2.0) for levels in each]
+    together = least_memory(evaluator_of(job), space, asked)
+    for sizes in asked:
+        (alone,) = least_memory(evaluator_of(job), space, [sizes]).values()
+        for layers in (1, 4):
+            assert together[sizes].least_bytes(layers) == pytest.approx(alone.least_bytes(layers), rel=1e-12)
+    one, none, both, more, every = (together[sizes].least_bytes(6) for sizes in asked)
+    assert both == min(one, none) and every == min(both, more) and one < none
+
+
 @pytest.mark.parametrize(
     ("target", "levels", "instances"), [("mist", (1, 2), (1,)), ("megatron", (1,), (1, 2))]
 )
