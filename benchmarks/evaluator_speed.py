@@ -289,6 +289,21 @@ class PlainPython:
             begun + left,
         ]
 
+    def comes_back(self, grid: StageGrid, table: dict[str, float]) -> float:
+        """Beside the last of the recomputed layers the first activations come in, which it waits for."""
+        down, up = (getattr(self.prices.profile.host, f"{way}_bytes_per_s").value for way in ("h2d", "d2h"))
+        wo, go, _, ao = (float(value) for value in grid.offload.values())
+        gather = table["gather"] if grid.zero >= 3 else 0.0
+        leaving = table["reduce"] if grid.zero >= 2 else 0.0, self.copy(go * table["grads"], up)
+        usual = self.copy(wo * table["weights"], down) + self.copy(go * table["grads"], down)
+        compute = table["forward"] + table["backward"] + table["accumulate"]
+        more = self.copy(ao * table["saved"], down)
+        there, quiet = (
+            self.run(compute, table["collectives"], (gather, copy_in), leaving)[0]
+            for copy_in in (usual + more, usual)
+        )
+        return there - quiet
+
     def __call__(self, grid: StageGrid) -> tuple[float, float, float, bool]:
         table = self.table(grid)
         layers, ckpt = float(grid.layers), float(grid.ckpt)
@@ -307,6 +322,8 @@ class PlainPython:
             t += exposed(begin)
             d += exposed(begin + 6) - exposed(begin)
         d += self.reductions(grid, table)
+        if ckpt < layers:
+            t += self.comes_back(grid, table)
         values = {name: float(v) for name, v in self.evaluator.memory_values(grid).items()}
         sizes = run_plainly(self.memory, values)
         peak = sizes["held"] + max(v for name, v in sizes.items() if name.startswith("beyond."))

@@ -89,12 +89,17 @@ def embedding_waits(
     such layers that a backward pass comes to. Where that is nothing, one layer's gradients fewer leave beside
     them than there are layers: those of the last one leave beside the embedding."""
 
-    def back(beside: PassWork, own: PassWork) -> Array:
+    # Only a pass into which something is copied needs room, and waits for what is still on its way out. Where
+    # activations leave too, what its layers wait for is told amply without (benchmarks/offload_timeline.py).
+    copies = (embedding.forward.copy_in_s + layer.forward.copy_in_s > 0.0) & (layer.forward.copy_out_s == 0.0)
+
+    def back(beside: PassWork, own: PassWork, waits: Array) -> Array:
         added_s = layer.accumulate_s
         without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), added_s, factors)
         arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
         leaves_s = beside.reduce_s if own_s is None else own_s
-        leaving = overlapped_time((own.compute_s, leaves_s, ZERO, beside.copy_out_s), factors)
+        copied_s = np.where(waits, beside.copy_out_s, 0.0)
+        leaving = overlapped_time((own.compute_s, leaves_s, ZERO, copied_s), factors)
         quiet = beside.gather_s, beside.copy_in_s, beside.copy_out_s
         usual = beside.gather_s + beside.reduce_s, beside.copy_in_s, beside.copy_out_s
         fewer_s = _together(beside, usual, added_s, factors) - _together(beside, quiet, added_s, factors)
@@ -103,7 +108,12 @@ def embedding_waits(
 
     left = embedding.backward
     both = overlapped_time(
-        (ZERO, left.reduce_s + embedding.forward.gather_s, embedding.forward.copy_in_s, left.copy_out_s),
+        (
+            ZERO,
+            left.reduce_s + embedding.forward.gather_s,
+            embedding.forward.copy_in_s,
+            np.where(copies, left.copy_out_s, 0.0),
+        ),
         factors,
     )
     last, own_last = counted_apart(layer), counted_apart(embedding)
@@ -115,9 +125,10 @@ def embedding_waits(
     gone_s = np.maximum(embedding.traffic.step_out_s - next_s, 0.0)
     return EdgeWaits(
         forward_s=np.maximum(both - host_s - beside_s, 0.0),
-        backward_s=back(layer.backward, embedding.backward),
+        backward_s=back(layer.backward, embedding.backward, copies),
         first_s=_arrival_s(embedding.first, host_s, factors) + gone_s,
-        last_s=back(last, own_last) + ended_s,
+        # An iteration ends when all is gone.
+        last_s=back(last, own_last, np.ones((), dtype=bool)) + ended_s,
     )
 
 

@@ -24,12 +24,12 @@ leave no room for stages that wait. Then an iteration is the time between the en
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from mist_megatron.events.built import Built, PassSpan
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
+from mist_megatron.events.rank import Rank
 from mist_megatron.events.tasks import (
     LayerTasks,
     NamedLayer,
@@ -48,30 +48,11 @@ from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.schedule import SCHEDULES
 
 
-@dataclass(slots=True)
-class _Rank:
-    """How far the events of one pipeline rank have been built."""
-
-    end: list[int] = field(default_factory=list)
-    """The last serial event."""
-    holds: list[int] = field(default_factory=list)
-    """Transfers that the next pass waits for besides."""
-    leaving: list[list[int]] = field(default_factory=lambda: [[], []])
-    """What the last two layers sent off, older first."""
-    unfinished: dict[Stream, int] = field(default_factory=dict)
-    """The last departure on each stream."""
-    gathered: list[int] = field(default_factory=list)
-    """The last gather of weights of a chunk."""
-    fetched: list[int] = field(default_factory=list)
-    """The last copy in of a backward pass: one that waits until its layer is gone keeps its place."""
-    position: int = 0
-
-
 class _Builder:
     def __init__(self, work: Workload, orders: Sequence[Order], schedule: str) -> None:
         self.work, self.orders = work, orders
         self.built = Built(Program(len(work.stages)))
-        self.ranks = [_Rank() for _ in work.stages]
+        self.ranks = [Rank() for _ in work.stages]
         self.split = SCHEDULES[schedule].splits_backward
         # The reference implementation of zero-bubble schedules sends beside its weight gradients.
         self.built.sends_overlap = work.sends_overlap or self.split
@@ -260,6 +241,9 @@ class _Builder:
         if host_s > 0.0:
             begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
+        works = [self.streams_of(number, step, layer.work) for layer in layers]
+        if forward and rank.turned and all(work.copy_in_s == 0.0 for work in works):
+            rank.needs_no_room(self.built.kind)
         for index, layer in enumerate(layers):
             turning = turns and index == 0
             between = layer.between and forward
@@ -278,6 +262,7 @@ class _Builder:
                 rank.leaving = [older, [*newer, *sent]] if turning else [newer, sent]
         if self.work.reduces_by_chunk and step.kind is PassKind.BACKWARD:
             self.reduce_chunk(number, step, layers)
+        rank.turned = not forward
         return rank.end[0] if begun is None else begun
 
     def steps_ahead(self, number: int, step: Pass) -> bool:
