@@ -1,7 +1,7 @@
 """Matrix products in half precision as GPUs make them: summed in fp32 and rounded once.
 
-Without instructions for it a processor takes ten to thirty times as long for a product of bfloat16 as for
-one of fp32, and most of what a tiny model trains for in bfloat16 goes into that.
+Without instructions for it a processor took up to 25 times as long for a product of bfloat16 as for one
+of fp32, and most of what a tiny model trains for in bfloat16 goes into that.
 """
 
 from __future__ import annotations
