@@ -258,27 +258,28 @@ def _even_chunks_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTime
         np.array([[float(getattr(stages[role], name)[0]) for role in roles]]) for name in ("t_s", "both_s")
     )
     step_s = max(float(stage.step_s[0]) for stage in stages)
-    value_s = _chunks_s(shape, t_s, both_s, np.full_like(t_s, 1.0 / shape.vpp))[0] + step_s
+    value_s = chunks_s(shape.grad_accum, t_s, both_s, np.full_like(t_s, 1.0 / shape.vpp))[0] + step_s
     return EqualBound(float(value_s) * (1 - 1e-9), 0.0, float(both_s[0, 0]) + step_s, stages)
 
 
-def _chunks_s(shape: EqualPipeline, t_s: Array, both_s: Array, shares: Array) -> Array:
-    """No step of pipelines whose chunks take turns is shorter, steps that wait for all stages aside; a
-    pipeline a row. `both_s` are t + d, `shares` what first chunks take of t.
+def chunks_s(grad_accum: int | Array, t_s: Array, both_s: Array, shares: Array) -> Array:
+    """No step of pipelines whose chunks take turns is shorter, steps that wait for all stages aside; stages
+    are the last axis. `both_s` are t + d, `shares` what first chunks take of t.
 
     Passes take max_b (first chunks of those before b + G t_b) at least, and what a stage i adds to that
     counts but for the first chunks before it. It may have a t larger by x with a d smaller by x, of which
     paths that stand still behind it have no more than its first chunk: at worst until its own is as long."""
-    first_s, grad_accum = shares * t_s, shape.grad_accum
-    before_s = np.cumsum(first_s, axis=1) - first_s
+    first_s, stages = shares * t_s, t_s.shape[-1]
+    before_s = np.cumsum(first_s, axis=-1) - first_s
     paths_s = before_s + grad_accum * t_s
+    passes = grad_accum if isinstance(grad_accum, int) else grad_accum[..., 0]
     values = []
-    for stage in sorted({0, min(1, shape.stages - 1), shape.stages - 1}):
-        share = shares[:, stage]
-        longest_s = paths_s[:, stage:].max(axis=1)
-        most_s = (longest_s - paths_s[:, stage]) / (grad_accum - share)
-        passes_s = longest_s - before_s[:, stage] - (1.0 - share) * most_s
-        values.append(passes_s + both_s[:, stage] - t_s[:, stage])
+    for stage in sorted({0, min(1, stages - 1), stages - 1}):
+        share = shares[..., stage]
+        longest_s = paths_s[..., stage:].max(axis=-1)
+        most_s = (longest_s - paths_s[..., stage]) / (passes - share)
+        passes_s = longest_s - before_s[..., stage] - (1.0 - share) * most_s
+        values.append(passes_s + both_s[..., stage] - t_s[..., stage])
     return np.asarray(np.max(values, axis=0))
 
 
@@ -343,7 +344,7 @@ def _chunked_bounds(
     # Some stage has its even share or more, which was priced between the two.
     step_s = min(float(stage.step_s[len(stage.step_s) // 2]) for stage in stages)
     shares = first_chunk_shares(int(table[0].sum()), shape.stages, shape.vpp)
-    return np.asarray((_chunks_s(shape, t_s, t_s + extra_s, shares) + step_s) * (1 - 1e-9))
+    return np.asarray((chunks_s(shape.grad_accum, t_s, t_s + extra_s, shares) + step_s) * (1 - 1e-9))
 
 
 @lru_cache(maxsize=256)

@@ -14,11 +14,19 @@ from functools import cached_property
 import numpy as np
 
 from mist_megatron.cost.grid import LayerCount, StageGrid
-from mist_megatron.search.bounds import LeastTimes, SearchProblem, bound_of, layer_counts, least_recompute
+from mist_megatron.search.bounds import (
+    LeastTimes,
+    SearchProblem,
+    bound_of,
+    chunks_s,
+    layer_counts,
+    least_recompute,
+)
 from mist_megatron.search.choices import Array
 from mist_megatron.search.experts import divisors
 from mist_megatron.search.pipelines import EqualPipeline, stage_grids, tensor_sizes
 from mist_megatron.search.space import Limits
+from mist_megatron.search.splits import first_chunk_shares, split_table, splits_layers
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, data_parallel_size, nodes_and_gpus
@@ -28,6 +36,10 @@ Ranks = tuple[int, int, bool]
 """Tensor-parallel ranks, micro-batch, and whether sequence parallelism is on."""
 _Seconds = tuple[float, ...]
 """Of a layer of each kind, and of the head."""
+_Key = tuple[int, int, int, _Seconds | None]
+"""What the floor of a shape follows from: stages, chunks of each, micro-batches, and its layers."""
+AT_ONCE = 100_000
+"""Chunks' seconds in one call: its arrays fit a cache."""
 OF_LAYERS = (Term.FORWARD, Term.BACKWARD, Term.RECOMPUTE, Term.TENSOR_PARALLEL)
 """Of these none is shorter for what runs beside it."""
 
@@ -45,15 +57,19 @@ class LayerFloors:
         known = self._seconds.setdefault(_alike(question), {})
         new = {ranks_of(shape) for shape in shapes} - known.keys()
         known.update(_seconds(question, new))
-        floors_s: dict[tuple[int, int, int, _Seconds | None], float] = {}
-        every = []
-        for shape in shapes:
-            each = known.get(ranks_of(shape))
-            key = shape.stages, shape.vpp, shape.grad_accum, each
-            if key not in floors_s:
+        keys = [(shape.stages, shape.vpp, shape.grad_accum, known.get(ranks_of(shape))) for shape in shapes]
+        floors_s: dict[_Key, float] = {}
+        groups: dict[tuple[int, int], list[_Key]] = {}
+        for key, shape in dict(zip(keys, shapes, strict=True)).items():
+            stages, vpp, _, each = key
+            if each is not None and vpp > 1 and splits_layers(question.space, stages, vpp):
+                groups.setdefault((stages, vpp), []).append(key)
+            else:
                 floors_s[key] = _floor_s(question, shape, each)
-            every.append(floors_s[key])
-        return every
+        layers = question.evaluator.job.model.layers
+        for pipeline, members in groups.items():
+            floors_s.update(zip(members, _chunked_floors(layers, pipeline, members), strict=True))
+        return [floors_s[key] for key in keys]
 
 
 def _alike(question: SearchProblem) -> object:
@@ -152,6 +168,21 @@ def _floor_s(question: SearchProblem, shape: EqualPipeline, seconds: _Seconds | 
     others = LeastTimes(layer_s * layers, layer_s * layers, none)
     last = LeastTimes(layer_s * layers + head_s, layer_s * layers + head_s, none)
     return bound_of(question, shape, (last if shape.stages == 1 else others, others, last)).value_s
+
+
+def _chunked_floors(layers: int, pipeline: tuple[int, int], keys: Sequence[_Key]) -> list[float]:
+    """The same of pipelines of as many stages and chunks, whose layers are split over these in several
+    ways."""
+    table, shares = split_table(layers, *pipeline), first_chunk_shares(layers, *pipeline)
+    parts = [(grad_accum, *(seconds or ())) for _, _, grad_accum, seconds in keys]
+    at_once, floors_s = max(AT_ONCE // table.size, 1), []
+    for begin in range(0, len(parts), at_once):
+        some = np.array(parts[begin : begin + at_once], dtype=np.float64)[:, :, None, None]
+        grad_accum, layer_s, head_s = some[:, 0], some[:, 1], some[:, 2]
+        t_s = layer_s * table
+        t_s[..., -1:] += head_s
+        floors_s.extend((chunks_s(grad_accum, t_s, t_s, shares).min(axis=-1) * (1 - 1e-9)).tolist())
+    return floors_s
 
 
 def _seconds(question: SearchProblem, ranks: set[Ranks]) -> dict[Ranks, _Seconds]:
