@@ -6,6 +6,7 @@ the package.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from mist_megatron.errors import InputError
 Folder = Literal["launch", "calibration", "recipes"]
 
 
+@lru_cache(maxsize=3)
 def data_folder(folder: Folder) -> Path:
     """Directory of one of the three data folders."""
     package = Path(__file__).resolve().parent

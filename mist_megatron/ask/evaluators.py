@@ -70,11 +70,15 @@ class SourcedEvaluator(NamedTuple):
 
 def prices_for(job: Job) -> SourcedPrices:
     """The calibrated profile of the job's cluster, or its datasheet; and in words which."""
+    return _priced_by(job, profile_of(job.cluster))
+
+
+def _priced_by(job: Job, profile: Profile | None) -> SourcedPrices:
+    """The same, given the profile that its cluster has."""
     from mist_megatron.price.datasheet import datasheet_prices
     from mist_megatron.price.profile_prices import prices_of
 
     precision = job.training.precision
-    profile = profile_of(job.cluster)
     if profile is None:
         return SourcedPrices(datasheet_prices(job.cluster, precision), f"datasheet of {job.cluster.gpu.name}")
     key = job.cluster, precision
@@ -82,7 +86,7 @@ def prices_for(job: Job) -> SourcedPrices:
         _PRICES.clear()
         _PRICES[key] = profile, prices_of(profile, job.cluster, precision)
     described = f"profile {profile.name} ({profile.content_hash})"
-    learned = learned_of(job)
+    learned = _learned_by(job, profile)
     if learned is not None:
         described += f", memory learned of {learned.rows} runs of {learned.program}"
     elif _part_trained(job) and profile.learned_memory:
@@ -102,8 +106,12 @@ def _part_trained(job: Job) -> bool:
 def learned_of(job: Job) -> LearnedMemory | None:
     """What the profile of a job's cluster learned of its program's memory; runs that train all weights tell
     nothing of one that trains a part."""
-    profile = None if _part_trained(job) else profile_of(job.cluster)
-    learned = () if profile is None else profile.learned_memory or ()
+    return None if _part_trained(job) else _learned_by(job, profile_of(job.cluster))
+
+
+def _learned_by(job: Job, profile: Profile | None) -> LearnedMemory | None:
+    """The same, given that profile."""
+    learned = () if profile is None or _part_trained(job) else profile.learned_memory or ()
     return next((one for one in learned if one.target == job.target), None)
 
 
@@ -142,8 +150,9 @@ def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> Sourced
     left_out = frozenset(term for term in SWITCHABLE if term in without)
 
     def build(one: Job) -> SourcedEvaluator:
-        prices, origin = prices_for(one)
-        learned = learned_of(one)
+        profile = profile_of(one.cluster)
+        prices, origin = _priced_by(one, profile)
+        learned = _learned_by(one, profile)
         made = make_evaluator(one, prices, cache=kept_programs(), without=left_out, learned=learned)
         return SourcedEvaluator(made, origin)
 
