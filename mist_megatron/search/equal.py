@@ -20,7 +20,7 @@ from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.solution import Solved, StageChoice, stage_choice, told
 from mist_megatron.search.splits import layer_splits, split_table, splits_layers
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
-from mist_megatron.search.uniform import MOST_TOLD, SplitGrids
+from mist_megatron.search.uniform import MOST_TOLD, SplitGrids, alike_in
 from mist_megatron.spec.mesh import StageRole, role_of
 
 SAME = 1e-9
@@ -35,7 +35,7 @@ def solve_equal(question: SearchProblem, shape: EqualPipeline, bound: EqualBound
     solved = Solved()
     if space.per_stage and question.evaluator.job.model.layers % (stages * shape.vpp) == 0:
         solved = _solve_per_stage(question, shape, bound, best_s)
-    alike = _solve_uniform(question, shape, bound, min(best_s, solved.left_s))
+    (alike,) = solve_beside(question, [(shape, bound)], [min(best_s, solved.left_s)])
     alike.tally.add(solved.tally)
     return alike if alike.solution is not None else replace(solved, tally=alike.tally)
 
@@ -124,28 +124,55 @@ def _layer_windows(
     return {role: range(max(1, total - (room - most[role])), most[role] + 1) for role in counts}
 
 
-def _solve_uniform(question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float) -> Solved:
-    """All stages with one configuration: the whole grid, of the splits of the layers that may beat what there
-    is, as many at once as their grids are small."""
-    layers, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
-    splits: list[tuple[float, tuple[int, ...]]] = [(0.0, (layers // stages,) * stages)]
-    if splits_layers(question.space, stages, vpp):
-        bounds_s = split_bounds(shape, bound.stages, split_table(layers, stages, vpp))
-        splits = sorted(zip(map(float, bounds_s), layer_splits(layers, stages, vpp), strict=True))
-    tally = Tally()
-    best = Solved(tally=tally)
-    left = dict.fromkeys(question.space.recompute, splits)
-    while any(left.values()):
-        for recompute, open_splits in left.items():
-            wanted_s = min(best_s, _told_s(best))
-            promising = [split for least_s, split in open_splits if least_s < wanted_s]
-            left[recompute] = []
-            if not promising:
+def beside(question: SearchProblem, shape: EqualPipeline) -> object:
+    """What shapes have in common that `solve_beside` can solve at once; None of one that is solved alone."""
+    alone = shape.stages == 1 or question.space.per_stage or shape.order
+    return None if alone or not question.evaluator.job.model.alike else alike_in(question, shape)
+
+
+def solve_beside(
+    question: SearchProblem, pairs: Sequence[tuple[EqualPipeline, EqualBound]], beats_s: Sequence[float]
+) -> list[Solved]:
+    """The best plans of shapes whose stages have one configuration each, of each if it beats what is said for
+    it: the whole grid, of the splits of the layers that may, as many at once as their grids are small."""
+    best = [Solved(tally=Tally()) for _ in pairs]
+    splits = [_splits_of(question, shape, bound) for shape, bound in pairs]
+    left = {recompute: list(splits) for recompute in question.space.recompute}
+    while any(map(any, left.values())):
+        for recompute, opened in left.items():
+            wanted_s = [min(beat_s, _told_s(one)) for beat_s, one in zip(beats_s, best, strict=True)]
+            promising = [
+                [split for least_s, split in mine if least_s < most_s]
+                for mine, most_s in zip(opened, wanted_s, strict=True)
+            ]
+            rows = [(pairs[k][0], split) for k, mine in enumerate(promising) for split in mine]
+            if not rows:
+                left[recompute] = [[] for _ in pairs]
                 continue
-            grids = SplitGrids(question, shape, promising, recompute)
-            left[recompute] = open_splits[len(grids.splits) :]
-            best = _told_best(question, shape, grids.least(wanted_s, tally), best, best_s)
-    return best if best.solution is None else replace(best, left_s=min(best.left_s, _told_s(best), best_s))
+            grids = SplitGrids(question, rows, recompute)
+            taken = len(grids.rows)
+            for k, (shape, _) in enumerate(pairs):
+                count, mine = min(taken, len(promising[k])), promising[k]
+                taken -= count
+                opened[k] = opened[k][count:] if mine else []
+                if count:
+                    least = grids.least(shape, wanted_s[k], best[k].tally)
+                    best[k] = _told_best(question, shape, least, best[k], beats_s[k])
+    return [
+        one if one.solution is None else replace(one, left_s=min(one.left_s, _told_s(one), beat_s))
+        for one, beat_s in zip(best, beats_s, strict=True)
+    ]
+
+
+def _splits_of(
+    question: SearchProblem, shape: EqualPipeline, bound: EqualBound
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Splits of the layers, and seconds that no plan of each beats, the least first."""
+    layers, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
+    if not splits_layers(question.space, stages, vpp):
+        return [(0.0, (layers // stages,) * stages)]
+    bounds_s = split_bounds(shape, bound.stages, split_table(layers, stages, vpp))
+    return sorted(zip(map(float, bounds_s), layer_splits(layers, stages, vpp), strict=True))
 
 
 def _told_s(solved: Solved) -> float:

@@ -115,9 +115,9 @@ def path_s(t_s: Array, longer_s: Array, ends: Ends, later_s: Array | float) -> A
 class Ends(NamedTuple):
     """What of a pipeline says how much of a stage's waits its warm-up passes fill."""
 
-    passes: int
+    passes: int | Array
     """Micro-batches, or chunks of them where these take turns."""
-    filling: int
+    filling: int | Array
     """Warm-up passes that fill a wait, ..."""
     waits_twice: bool
     """... of which there are two, if there are stages behind and passes of both kinds in between."""

@@ -157,6 +157,15 @@ class Queue:
         self.given += pair is not None
         return pair
 
+    def besides(self, wanted: Callable[[Item], bool], limit_s: float, most: int) -> list[Pair]:
+        """More items that were looked at, of those that are wanted and below a limit; they count as given."""
+        end = bisect_left(self._ready, limit_s, lo=self.given, key=lambda entry: entry[0])
+        some = [place for place in range(self.given, end) if wanted(self._ready[place][2][1])][:most]
+        entries = [self._ready.pop(place) for place in reversed(some)][::-1]
+        self._ready[self.given : self.given] = entries
+        self.given += len(entries)
+        return [pair for _, _, pair in entries]
+
     def below(self, limit_s: float) -> list[Pair]:
         """All items below a limit, given or not."""
         self._look(limit_s)
@@ -303,6 +312,11 @@ class Orders:
                 return least, pair
         self._level = len(self._levels)
         return None
+
+    def besides(self, way: int, wanted: Callable[[Item], bool], limit_s: float, most: int) -> list[Pair]:
+        """More of the queue that gave the last item, which is of that way."""
+        queue: Queue = self._levels[self._level][way]
+        return queue.besides(wanted, limit_s, most)
 
     def _promising(self, queues: Sequence[Queue]) -> int | None:
         """Which queue to ask first, while there is no plan."""

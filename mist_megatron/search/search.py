@@ -40,8 +40,8 @@ from mist_megatron.search.queue import (
     ordered,
     ordered_spread,
 )
-from mist_megatron.search.solution import Solution, Solved, place_of
-from mist_megatron.search.solve import solve, solve_told
+from mist_megatron.search.solution import Solution, Solved, is_its_own, looked_at_again, place_of
+from mist_megatron.search.solve import alike_with, solve, solve_besides, solve_told
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.ways import FEW_POINTS, Way, offload_points, questions_of, rivals_of
@@ -340,11 +340,11 @@ class _Run:
             self.keep(answer.solution)
 
     def keep(self, solution: Solution) -> None:
-        if not _is_its_own(solution):
+        if not is_its_own(solution):
             return
         same = self._of_shape.get(solution.shape)
         if same is not None:
-            if place_of(same) < place_of(solution) and not _looked_at_again(same, solution):
+            if place_of(same) < place_of(solution) and not looked_at_again(same, solution):
                 return
             self.best = [one for one in self.best if one is not same]
         self._of_shape[solution.shape] = solution
@@ -398,19 +398,24 @@ class _Run:
         if self.executor is not None:
             yield from self._answers_of(*self.executor, order)
         while (due := self._due(order)) is not None:
-            way, (bound, item) = due
-            self.under_way_s = [bound.value_s]
+            way, pairs = due[0], [due[1], *self._besides(order, due)]
+            self.under_way_s = [bound.value_s for bound, _ in pairs]
             self.tick()
-            beat_s = self._beat(item)
-            answer = solve(self.questions[way], item, bound, beat_s)
-            self._settle(due, answer)
-            self.proved[way][item] = min(
-                answer.left_s, answer.solution.value_s if answer.solution else beat_s
-            )
-            yield answer
-            self.under_way_s = []
+            beats_s = [self._beat(item) for _, item in pairs]
+            answers = solve_besides(self.questions[way], pairs, beats_s)
+            for pair, answer, beat_s in zip(pairs, answers, beats_s, strict=True):
+                self._settle((way, pair), answer)
+                found_s = answer.solution.value_s if answer.solution else beat_s
+                self.proved[way][pair[1]] = min(answer.left_s, found_s)
+                yield answer
+                self.under_way_s = self.under_way_s[1:]
             if self.best and self._put_off and self._put_off[-1] is due:
                 self._put_off.pop()  # It gave the first plan.
+
+    def _besides(self, order: Orders, due: tuple[int, Pair]) -> list[Pair]:
+        """What else may be solved in the same calls, once there is a plan: most has to be in any case."""
+        alike = alike_with(self.questions[due[0]], due[1][1]) if self.best else None
+        return [] if alike is None else order.besides(due[0], alike, self.threshold_s, MOST_BESIDES)
 
     def _wants_more_than_below(self) -> bool:
         """Whether `below_s` only asks if there is any plan so fast, next to which others are wanted then."""
@@ -476,22 +481,13 @@ class _Run:
 
 MOST_QUICK = 8
 """First incumbents that are looked for, however many plans are asked for."""
+MOST_BESIDES = 15
+"""Shapes that are solved together with another: each may be solved in vain when that gives a better plan."""
 MOST_VAIN = 16
 """Items that may have none at their corners before these are given up."""
 WORST = 2.0
 """No plan is told that takes so many times what the fastest takes: who asks for 100,000 wants those that are
 worth a look, not every one that fits."""
-
-
-def _looked_at_again(one: Solution, other: Solution) -> bool:
-    """Whether two plans as fast come of the corners of a grid and of the whole of it, which tells the same
-    whatever corners were tried."""
-    return one.execution == other.execution and place_of(one)[0] == place_of(other)[0]
-
-
-def _is_its_own(solution: Solution) -> bool:
-    """A mixture whose best has equal meshes is a shape, which was solved before."""
-    return isinstance(solution.shape, EqualPipeline) or len(set(solution.shape.meshes)) > 1
 
 
 POLL_S = 0.1

@@ -158,3 +158,14 @@ def _stage_plan(
         embedding=edges[0],
         head=edges[1],
     )
+
+
+def looked_at_again(one: Solution, other: Solution) -> bool:
+    """Whether two plans as fast come of the corners of a grid and of the whole of it, which tells the same
+    whatever corners were tried."""
+    return one.execution == other.execution and place_of(one)[0] == place_of(other)[0]
+
+
+def is_its_own(solution: Solution) -> bool:
+    """A mixture whose best has equal meshes is a shape, which was solved before."""
+    return isinstance(solution.shape, EqualPipeline) or len(set(solution.shape.meshes)) > 1

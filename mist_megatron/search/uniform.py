@@ -1,4 +1,5 @@
-"""Stages that are alike in all but their layers: all configurations of several splits of the layers at once.
+"""Stages that are alike in all but their layers: all configurations of several splits of the layers at once,
+of one shape or of several.
 
 A call costs more than the arithmetic on a grid as small as that of one split, so splits are an axis of their
 own, the first. Memory is asked first: where nothing fits, no time is priced.
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +42,7 @@ _ONE = (1,) * (len(AXES) - 1)
 class _Stage(NamedTuple):
     """What the times of a stage depend on, given its role."""
 
+    shape: EqualPipeline
     chunks: tuple[int, ...]
     ckpt: tuple[float, ...]
     """Recomputed layers, by choice, ..."""
@@ -65,55 +68,90 @@ class _StageTimes(NamedTuple):
         return _StageTimes(*(part[rows] if part.shape[0] > 1 else part for part in self))
 
 
-class SplitGrids:
-    """All configurations that the stages of some splits may have alike."""
+Row = tuple[EqualPipeline, Split]
+"""A shape, and a split of the layers over its stages."""
 
-    def __init__(
-        self, question: SearchProblem, shape: EqualPipeline, splits: Sequence[Split], recompute: Recompute
-    ) -> None:
-        self.question, self.shape, self.recompute = question, shape, recompute
-        self.choices = Choices(space=question.space, shape=shape, step=question.step)
+
+def alike_in(question: SearchProblem, shape: EqualPipeline) -> object:
+    """Shapes that have this in common can be priced together."""
+    mesh = shape.stages, shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.bridged
+    levels = shape.zero, shape.instances
+    rules = None if question.space.host_gradients is None else shape.grad_accum
+    waits = tuple(_ends(shape, position).waits_twice for position in range(shape.stages))
+    return mesh, levels, shape.vpp > 1, rules, waits
+
+
+def _ends(shape: EqualPipeline, position: int) -> Ends:
+    passes = shape.grad_accum * shape.vpp
+    return Ends.of(passes, shape.stages - 1 - position, shape.stages, shape.vpp)
+
+
+class SplitGrids:
+    """All configurations that the stages of some splits may have alike, of shapes that `alike_in` says to be
+    alike."""
+
+    def __init__(self, question: SearchProblem, rows: Sequence[Row], recompute: Recompute) -> None:
+        self.question, self.recompute = question, recompute
+        self.shape, _ = rows[0]
+        self.choices = Choices(space=question.space, shape=self.shape, step=question.step)
         self.axes = self.choices.axes(np.zeros(1))
         each = math.prod(self.axes[name].size for name in AXES)
         if RECOMPUTES[recompute].whole_layers:
-            each *= 1 + max(max(splits[0]) // shape.vpp, 1)
-        self.splits = list(splits[: max(1, AT_ONCE // each)])
-        chunks = [chunk_layers(split, shape.vpp) for split in self.splits]
+            each *= 1 + max(max(max(split) // shape.vpp for shape, split in rows), 1)
+        self.rows = list(rows[: max(1, AT_ONCE // each)])
+        self.shapes = [shape for shape, _ in self.rows]
+        chunks = [chunk_layers(split, shape.vpp) for shape, split in self.rows]
         counts = [self._counts(of_stages) for of_stages in chunks]
         most = max(map(len, counts))
         self.own = np.array([[k < len(own) for k in range(most)] for own in counts])
-        """By split: numbers of recomputed layers that are not there only because others have more."""
+        """By row: numbers of recomputed layers that are not there only because others have more."""
         self.stages = [
-            [_stage(each, own, most) for each in of_stages]
-            for own, of_stages in zip(counts, chunks, strict=True)
+            [_stage(shape, each, own, most) for each in of_stages]
+            for shape, own, of_stages in zip(self.shapes, counts, chunks, strict=True)
         ]
-        """By split and position."""
+        """By row and position."""
+
+    @cached_property
+    def _alone(self) -> bool:
+        """Whether all rows are of one shape."""
+        return all(shape is self.shapes[0] for shape in self.shapes)
 
     def _counts(self, chunks: Sequence[tuple[int, ...]]) -> Array:
         whole = RECOMPUTES[self.recompute].whole_layers
         return per_chunk_counts(self.question.space, chunks) if whole else np.zeros(1)
 
-    def least(self, wanted_s: float, tally: Tally) -> list[tuple[float, list[StageChoice]]]:
-        """The fastest that fit and take less than that, the first of all of them, and their stages; what is
-        not among `MOST_TOLD` is slower than all of these."""
+    @cached_property
+    def _priced(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Array]:
+        """By row and configuration: whether all stages may have it, whether they fit too, and what it takes
+        then."""
         valid = self._valid()
         fits = valid & self._fitting()
-        tally.priced += int(valid.sum())
-        tally.over_memory += int((valid & ~fits).sum())
-        some = np.flatnonzero(fits.reshape(len(self.splits), -1).any(axis=1))
-        if not len(some):
-            return []
-        fits = fits[some]
-        value_s = np.where(fits, np.broadcast_to(self._values_s(some), fits.shape), np.inf)
+        value_s = np.full(fits.shape, np.inf)
+        some = np.flatnonzero(fits.reshape(len(self.rows), -1).any(axis=1))
+        if len(some):
+            each_s = np.broadcast_to(self._values_s(some), (len(some), *fits.shape[1:]))
+            value_s[some] = np.where(fits[some], each_s, np.inf)
+        return valid, fits, value_s
+
+    def least(
+        self, shape: EqualPipeline, wanted_s: float, tally: Tally
+    ) -> list[tuple[float, list[StageChoice]]]:
+        """The fastest of a shape that fit and take less than that, the first of all of them, and their
+        stages; what is not among `MOST_TOLD` is slower than all of these."""
+        mine = [row for row, other in enumerate(self.shapes) if other is shape]
+        valid, fits, every_s = self._priced
+        tally.priced += int(valid[mine].sum())
+        tally.over_memory += int((valid[mine] & ~fits[mine]).sum())
+        shown, value_s = (len(mine), *every_s.shape[1:]), every_s[mine].reshape(-1)
         below = np.flatnonzero(value_s < wanted_s)
-        below = below[np.argsort(value_s.reshape(-1)[below], kind="stable")[:MOST_TOLD]]
+        below = below[np.argsort(value_s[below], kind="stable")[:MOST_TOLD]]
         found = []
         for flat in below:
-            place, *index = (int(k) for k in np.unravel_index(flat, value_s.shape))
-            found.append((float(value_s[(place, *index)]), self._rows(int(some[place]), index)))
+            place, *index = (int(k) for k in np.unravel_index(flat, shown))
+            found.append((float(value_s[flat]), self._rows(mine[place], index)))
         return found
 
-    def _rows(self, split: int, index: Sequence[int]) -> list[StageChoice]:
+    def _rows(self, row: int, index: Sequence[int]) -> list[StageChoice]:
         """The stages of one configuration."""
         alike = {
             name: float(self.axes[name].reshape(-1)[k]) for name, k in zip(AXES[1:], index[1:], strict=True)
@@ -121,17 +159,17 @@ class SplitGrids:
         alike["recompute"] = float(RECOMPUTE_KINDS.index(self.recompute))
         return [
             {"layers": float(sum(stage.chunks)), "ckpt": stage.ckpt[index[0]], **alike}
-            for stage in self.stages[split]
+            for stage in self.stages[row]
         ]
 
     def _valid(self) -> NDArray[np.bool_]:
-        """By split and configuration: whether all stages may have it."""
-        size = (len(self.splits), self.own.shape[1], *(self.axes[name].size for name in AXES[1:]))
+        """By row and configuration: whether all stages may have it."""
+        size = (len(self.rows), self.own.shape[1], *(self.axes[name].size for name in AXES[1:]))
         valid = np.broadcast_to(self.own.reshape(*self.own.shape, *_ONE), size).copy()
-        for split, stages in enumerate(self.stages):
+        for row, stages in enumerate(self.stages):
             for stage in set(stages):
                 axes = {**self.axes, "ckpt": np.array(stage.ckpt).reshape(-1, *_ONE)}
-                valid[split] &= self.choices.valid(sum(stage.chunks), axes)
+                valid[row] &= self.choices.valid(sum(stage.chunks), axes)
         return valid
 
     def _grid(self, position: int, stages: Sequence[_Stage]) -> StageGrid:
@@ -139,9 +177,10 @@ class SplitGrids:
         self.question.tick()
         slot = slot_at(self.shape, position, 1)
         grid = stage_grid(self.shape, slot, self.axes, recompute=self.recompute)
-        layers = np.array([float(sum(stage.chunks)) for stage in stages]).reshape(-1, 1, *_ONE)
+        layers = _column([float(sum(stage.chunks)) for stage in stages])
         ckpt = np.array([stage.ckpt for stage in stages]).reshape(len(stages), -1, *_ONE)
-        return replace(grid, layers=layers, ckpt=ckpt, end_chunks=self._end_chunks(stages))
+        sizes = {} if self._alone else _sizes([stage.shape for stage in stages])
+        return replace(grid, layers=layers, ckpt=ckpt, end_chunks=self._end_chunks(stages), **sizes)
 
     def _end_chunks(self, stages: Sequence[_Stage]) -> tuple[tuple[LayerCount, ...], ...]:
         """Layers of the first and of the last chunks."""
@@ -153,41 +192,37 @@ class SplitGrids:
         return tuple((LayerCount(*(part[:, end] for part in sized)),) for end in (0, 1))
 
     def _fitting(self) -> NDArray[np.bool_]:
-        """By split and configuration: whether all stages fit. Of stages that are alike the first holds
-        most."""
+        """By row and configuration: whether all stages fit. Of stages that are alike the first holds most."""
         rows: dict[StageRole, dict[tuple[_Stage, float], list[int]]] = {}
         some: dict[StageRole, int] = {}
-        for split, stages in enumerate(self.stages):
+        for row, stages in enumerate(self.stages):
             seen: set[tuple[StageRole, _Stage]] = set()
             for position, stage in enumerate(stages):
                 role = role_of(position, self.shape.stages)
                 if (role, stage) not in seen:
                     seen.add((role, stage))
-                    held = self._held(position, stage)
-                    rows.setdefault(role, {}).setdefault((stage, held), []).append(split)
+                    held = _held(position, stage)
+                    rows.setdefault(role, {}).setdefault((stage, held), []).append(row)
                     some[role] = position
-        fits = np.ones((len(self.splits), self.own.shape[1], *(self.axes[n].size for n in AXES[1:])), bool)
+        fits = np.ones((len(self.rows), self.own.shape[1], *(self.axes[n].size for n in AXES[1:])), bool)
         for role, here in rows.items():
             grid = self._grid(some[role], [stage for stage, _ in here])
-            in_flight = np.array([held for _, held in here]).reshape(-1, 1, *_ONE)
+            in_flight = _column([held for _, held in here])
             fitting = self.question.evaluator.fits(replace(grid, in_flight=in_flight))
             by_row = np.broadcast_to(fitting, (len(here), *fits.shape[1:]))
-            for row, splits in zip(by_row, here.values(), strict=True):
-                fits[splits] &= row
+            for of_stage, mine in zip(by_row, here.values(), strict=True):
+                fits[mine] &= of_stage
         return fits
 
-    def _held(self, position: int, stage: _Stage) -> float:
-        chunks = stage.chunks if self.shape.vpp > 1 else None
-        return slot_at(self.shape, position, sum(stage.chunks), chunks).held
-
     def _times(self, position: int, stages: Sequence[_Stage]) -> _StageTimes:
-        evaluator, vpp = self.question.evaluator, self.shape.vpp
+        evaluator = self.question.evaluator
         grid = self._grid(position, stages)
         times = Times.of(evaluator, grid)
         beyond_t, beyond_d = beyond_linear(evaluator, grid)
-        ends = (np.zeros(()),) * 2 if vpp == 1 else ends_of(grid, times.stable, times.edge_s, beyond_t)
+        chunked = self.shape.vpp > 1
+        ends = ends_of(grid, times.stable, times.edge_s, beyond_t) if chunked else (np.zeros(()),) * 2
         parts = (
-            (times.stable.at(grid) - times.in_turn_s + beyond_t) / vpp,
+            (times.stable.at(grid) - times.in_turn_s + beyond_t) / grid.vpp,
             times.delta.at(grid) + beyond_d,
             times.step.at(grid),
             times.in_turn_s,
@@ -196,30 +231,55 @@ class SplitGrids:
         return _StageTimes(*(with_axes(np.asarray(part), len(AXES) + 1) for part in parts))
 
     def _values_s(self, some: Ints) -> Array:
-        """What every configuration of these splits takes."""
-        shape, evaluator = self.shape, self.question.evaluator
-        splits = [self.stages[split] for split in some]
+        """What every configuration of these rows takes."""
+        stages, evaluator = self.shape.stages, self.question.evaluator
+        rows, shapes = [self.stages[row] for row in some], [self.shapes[row] for row in some]
         priced: dict[StageRole, tuple[dict[_Stage, int], _StageTimes]] = {}
         reached = _NOTHING
-        crossed = crossings_s(evaluator, shape)
-        layer_backward_s = evaluator.loads(self._grid(0, splits[0][:1])).block.backward_s
-        for position in reversed(range(shape.stages)):
-            role = role_of(position, shape.stages)
+        crossed = {id(shape): crossings_s(evaluator, shape) for shape in {id(s): s for s in shapes}.values()}
+        first = [of_stages[0] for of_stages in (rows[:1] if self._alone else rows)]
+        layer_backward_s = evaluator.loads(self._grid(0, first)).block.backward_s
+        vpp = self.shape.vpp if self._alone else _column([float(shape.vpp) for shape in shapes])
+        for position in reversed(range(stages)):
+            role = role_of(position, stages)
             if role not in priced:
-                positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
-                kinds = dict.fromkeys(stages[k] for stages in splits for k in positions)
+                positions = [k for k in range(stages) if role_of(k, stages) is role]
+                kinds = dict.fromkeys(of_stages[k] for of_stages in rows for k in positions)
                 places = {stage: place for place, stage in enumerate(kinds)}
                 priced[role] = places, self._times(position, list(kinds))
             places, times = priced[role]
-            here = [stages[position] for stages in splits]
+            here = [of_stages[position] for of_stages in rows]
             own = times.of(np.array([places[stage] for stage in here], dtype=np.intp))
-            more_s, more_in_turn_s = crossed[position]
+            more_s, more_in_turn_s = map(
+                _column, zip(*(crossed[id(s)][position] for s in shapes), strict=True)
+            )
             own = own._replace(t_s=own.t_s + more_s, in_turn_s=own.in_turn_s + more_in_turn_s)
-            layers = np.array([float(sum(stage.chunks)) for stage in here]).reshape(-1, 1, *_ONE)
-            longer_s = np.maximum(0.5 * own.t_s, layers * layer_backward_s / shape.vpp)
-            ends = Ends.of(shape.grad_accum * shape.vpp, shape.stages - 1 - position, shape.stages, shape.vpp)
-            reached = (_with_chunks if shape.vpp > 1 else _with_stage)(reached, own, longer_s, ends)
+            layers = _column([float(sum(stage.chunks)) for stage in here])
+            longer_s = np.maximum(0.5 * own.t_s, layers * layer_backward_s / vpp)
+            ends = _ends(self.shape, position)
+            if not self._alone:
+                passes, filling, _ = zip(*(_ends(shape, position) for shape in shapes), strict=True)
+                ends = Ends(_column(passes), _column(filling), ends.waits_twice)
+            reached = (_with_chunks if self.shape.vpp > 1 else _with_stage)(reached, own, longer_s, ends)
         return np.asarray(reached.steady_s + reached.second_s + reached.step_s)
+
+
+def _column(values: Sequence[float]) -> Array:
+    """A value by row."""
+    return np.array(values, dtype=np.float64).reshape(-1, 1, *_ONE)
+
+
+_SIZES = ("micro_batch", "dp", "tp", "grad_accum", "ep", "etp", "vpp")
+"""What shapes that are priced together may differ in."""
+
+
+def _sizes(shapes: Sequence[EqualPipeline]) -> dict[str, Any]:
+    return {name: _column([float(getattr(shape, name)) for shape in shapes]) for name in _SIZES}
+
+
+def _held(position: int, stage: _Stage) -> float:
+    chunks = stage.chunks if stage.shape.vpp > 1 else None
+    return slot_at(stage.shape, position, sum(stage.chunks), chunks).held
 
 
 class _Reached(NamedTuple):
@@ -259,9 +319,9 @@ def _with_chunks(reached: _Reached, own: _StageTimes, longer_s: Array, ends: End
     )
 
 
-def _stage(chunks: tuple[int, ...], counts: Array, size: int) -> _Stage:
+def _stage(shape: EqualPipeline, chunks: tuple[int, ...], counts: Array, size: int) -> _Stage:
     """A stage by its chunks; recomputed layers by number per chunk, the last again where there are fewer."""
     rows = np.minimum(np.arange(size), len(counts) - 1)
     recomputed = np.minimum(counts[rows, None], np.array(chunks, dtype=np.float64))
     sums, first, last = recomputed.sum(axis=1), recomputed[:, 0], recomputed[:, -1]
-    return _Stage(chunks, tuple(sums.tolist()), (tuple(first.tolist()), tuple(last.tolist())))
+    return _Stage(shape, chunks, tuple(sums.tolist()), (tuple(first.tolist()), tuple(last.tolist())))
