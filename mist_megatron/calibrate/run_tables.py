@@ -246,11 +246,22 @@ def _execution(row: Cells, model: ModelSpec, quantization: Quantization | None) 
         expert_parallel=row.count("ep", 1),
         expert_tensor_parallel=row.count("etp", 1),
         expert_dispatcher=_dispatcher(row),
-        expert_imbalance=NATURAL_IMBALANCE if row.text("routing").startswith("natural") else None,
+        expert_imbalance=_imbalance(row),
         expert_overlap=overlaps,
         delayed_weight_grad=overlaps and row.flag("delay_wgrad", default=False),
         shared_expert_overlap=row.flag("shared_expert_overlap", default=False),
     )
+
+
+_DROPPING_RECIPE = "NeMo v2.3 scripts/performance"
+"""Recipes whose mixtures drop and pad tokens to equal shares, whatever a row says of its routing: all of
+nemo_toolkit 2.3.0's for performance have MegatronTokenDropCallback with a capacity of 1 (DeepSeek-V3 in its
+script, Llama 4 and Mixtral by performance_mode)."""
+
+
+def _imbalance(row: Cells) -> float | None:
+    natural = row.text("routing").startswith("natural") and _DROPPING_RECIPE not in row.text("recipe")
+    return NATURAL_IMBALANCE if natural else None
 
 
 def _dispatcher(row: Cells) -> Dispatcher:

@@ -152,21 +152,29 @@ def stage_memory(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, ro
     if piped:
         # Beside the bucket that the engine keeps, its reduction takes another one.
         peaks["reduction"] = held + HALF * number(int(facts.bucket_elements))
-    if facts.step.scratch:
-        instances, together = _instances(facts)
-        sharing = DP * CP / instances * together
-        own = _elements(model, options, role) / _sharded(Z1, sharing) * (1 - OFFLOAD.optimizer)
+    if facts.step.scratch or facts.step.widened:
         # Not where the gradients to step with are kept throughout: `held` has them.
         made = 1 - _any(OFFLOAD.optimizer) if facts.step.kept_gradient else ONE
         # Levels 1 and 2 give their buckets back when all gradients are reduced; level 3 keeps its one.
         released = (1 - Z3) * _buckets(facts)
-        peaks["step"] = held - released + facts.step.scratch * own * made
+        peaks["step"] = held - released + _step_copies(model, options, facts, role) * made
         if facts.step.of_layer:
             # The last is the head's, or a layer's, when the forward pass before it has been kept.
             widest = _widest(model, options, role) / _sharded(Z1, DP * CP)
             peaks["layer_step"] = held + activations + facts.step.of_layer * widest * made
     on_host = sum(((kind.layers - kind.ckpt) * kind.moved.copied for kind in kinds), start=ZERO)
     return StageMemory({**states, "activations": activations}, peaks, IN_FLIGHT * on_host)
+
+
+def _step_copies(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: StageRole) -> Expr:
+    """Of the parameters whose states a rank has on its GPU. All gradients are copied before either of the
+    optimizers steps, that of experts and that of all else; their moments while it does."""
+    instances, together = _instances(facts)
+    experts = sum(_experts(model, options, role), start=ZERO)
+    others = (_elements(model, options, role) - experts) / _sharded(Z1, DP * CP / instances * together)
+    experts = experts / _sharded(Z1, TP * CP * DP / (EP * ETP) / instances * together)
+    copies = facts.step.scratch * (others + experts) + facts.step.widened * maximum(others, experts)
+    return copies * (1 - OFFLOAD.optimizer)
 
 
 def _kept(kind: _Kind) -> Expr:
@@ -278,6 +286,13 @@ def _elements(model: ModelSpec, options: LayerOptions, role: StageRole) -> Expr:
     return inner + first + last
 
 
+def _experts(model: ModelSpec, options: LayerOptions, role: StageRole) -> tuple[Expr, Expr]:
+    """Those of them that are experts', of the layers and of the head's depths."""
+    of_layers = (kind.layers * kind.expert_parameters for kind in blocks(model, options))
+    of_head = expert_parameters(head_edge(model, options).operators) if role.has_head else ZERO
+    return sum(of_layers, start=ZERO), of_head
+
+
 def _instances(facts: MemoryFacts) -> tuple[Expr, Expr]:
     """Sub-groups of the replicas, and how many of them share out one set of optimizer states."""
     instances = INSTANCES if facts.instances else ONE
@@ -302,8 +317,7 @@ def _states(model: ModelSpec, options: LayerOptions, facts: MemoryFacts, role: S
     follow = facts.edges_follow
     grad, optimizer = facts.grad_bytes, facts.optimizer_bytes
 
-    of_head = expert_parameters(head_edge(model, options).operators) if role.has_head else ZERO
-    of_layers = sum((kind.layers * kind.expert_parameters for kind in kinds), start=ZERO)
+    of_layers, of_head = _experts(model, options, role)
     experts = of_layers + of_head
     # Split over the ranks that have copies of the same experts.
     copies = TP * CP * DP / (EP * ETP) / instances

@@ -32,7 +32,7 @@ _MOMENTS: Mapping[str, str] = MappingProxyType(
         "loss": "logits and their gradient at the loss",
         "embedding": "gradient of the embedding table",
         "reduction": "gradients that come back to be reduced",
-        "step": "gradients in 32 bits for the optimizer's step",
+        "step": "gradients or moments in 32 bits for the optimizer's step",
         "layer_step": "gradient of a layer in 32 bits for its step",
     }
 )

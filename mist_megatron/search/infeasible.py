@@ -187,20 +187,23 @@ def _shorter(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | N
 
 
 def _narrower(evaluator: StageEvaluator, space: Space, limits: Limits) -> str | None:
-    """Gradients and moments of 16 bits, which nobody gets unasked, if a plan was found with them."""
+    """Gradients of 16 bits and states narrower than 12 bytes, which nobody gets unasked, if a plan was found
+    with them: moments of 16 bits, or else of 32, which no step makes wider."""
     job, target = evaluator.job, TARGETS[evaluator.job.target]
     able = "optimizer_bytes" in target.capability.switches and job.training.precision != "fp16"
     if not able or job.execution.optimizer_bytes is not None:
         return None
-    kept = state_widths(job.execution.quantization)[1]
-    execution = replace(job.execution, grad_bytes=2, optimizer_bytes=kept)
-    narrow = replace(job, execution=execution)
-    try:
-        cut = cut_to_target(space, job.target, job.training.precision, execution)
-    except InputError:
-        return None
-    other = make_evaluator(narrow, evaluator.prices, learned=evaluator.learned)
-    return f"--fix grad_bytes=2,optimizer_bytes={kept}" if _fits(other, narrow, cut, limits) else None
+    for kept in state_widths(job.execution.quantization)[1:]:
+        execution = replace(job.execution, grad_bytes=2, optimizer_bytes=kept)
+        narrow = replace(job, execution=execution)
+        try:
+            cut = cut_to_target(space, job.target, job.training.precision, execution)
+        except InputError:
+            return None
+        other = make_evaluator(narrow, evaluator.prices, learned=evaluator.learned)
+        if _fits(other, narrow, cut, limits):
+            return f"--fix grad_bytes=2,optimizer_bytes={kept}"
+    return None
 
 
 def _fits(evaluator: StageEvaluator, job: Job, space: Space, limits: Limits) -> bool:

@@ -207,7 +207,7 @@ SHEETS: Mapping[str, Datasheet] = {
         bf16=2250, fp16=2250, fp8=4500, memory_mib=275040, memory_gb_per_s=8000,
         memory_source="288 GB less what B200 reports below its 192 GB (assumed)",
         link="NVLink 5", link_gb_per_s=900, pcie=5,
-        network="8 x 800 Gb/s adapters per node (DGX B300)", network_gb_per_s=800.0,
+        network="8 x 800 Gb/s adapters per node (DGX B300)", network_gb_per_s=504.0,
         host_gib=2048, host_source="DGX B300",
     ),
     "gb300-288gb": Datasheet(
@@ -229,6 +229,7 @@ SHEETS: Mapping[str, Datasheet] = {
     "mi355x-288gb": Datasheet(
         source="AMD Instinct MI355X datasheet (dense)",
         bf16=2516.6, fp16=2516.6, fp8=5033.2, memory_mib=294912, memory_gb_per_s=8000,
+        largest_product=1286.6, largest_source="0.51 of the peak, as MI300X reaches (assumed)",
         memory_source="288 GB of the datasheet taken as GiB (assumed)",
         link="xGMI", link_gb_per_s=538, pcie=5,
         network="8 x 400 Gb/s RoCE adapters per node", network_gb_per_s=400.0,

@@ -142,6 +142,9 @@ class StepBytes:
 
     scratch: int = 0
     """While the step runs: an fp32 copy of the gradients."""
+    widened: int = 0
+    """While one of two optimizers runs, that of experts or that of all else: fp32 copies of moments that are
+    kept in less."""
     kept_gradient: int = 0
     """Where other states are offloaded: the gradient that it is stepped with is then kept for good, instead
     of made by the step."""

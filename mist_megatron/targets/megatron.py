@@ -31,7 +31,7 @@ from mist_megatron.targets.facts import (
     Zero3Facts,
 )
 from mist_megatron.targets.megatron_rules import model_rules, plan_rules
-from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, fsdp_refusals
+from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, fsdp_refusals, master_bytes
 
 
 def bridge_refusals(model: ModelSpec, training: TrainingSpec, execution: Execution) -> tuple[str, ...]:
@@ -166,8 +166,10 @@ def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
     kept = facts.optimizer_bytes if execution.optimizer_bytes is None else execution.optimizer_bytes
     # Stepped in the first forward pass, offloaded weights leave while others run and come.
     stepped = facts.gradients_return and execution.decoupled_step
+    facts = facts.with_grad_bytes(execution)
     facts = replace(
-        facts.with_grad_bytes(execution),
+        facts,
+        step=_step_bytes(facts, execution),
         overlap_buffers=OVERLAP_BUFFERS if execution.tp_comm_overlap else 0,
         optimizer_bytes=kept,
         pairs_layers=bool(execution.expert_overlap),
@@ -175,12 +177,22 @@ def memory_facts(facts: MemoryFacts, execution: Execution) -> MemoryFacts:
         graph_buffers=GRAPH_BUFFERS if execution.cuda_graphs else 0,
     )
     if execution.megatron_fsdp:
-        # Gradients narrower than the masters are cast before the step (update_main_grads of
-        # param_and_grad_buffer.py).
-        scratch = 0 if facts.grad_bytes == 4 else 4
+        step = replace(facts.step, host_gradient=0)
         joint = bool(execution.outer_sharding)
-        facts = replace(facts, units_are_layers=True, joint_states=joint, step=StepBytes(scratch=scratch))
+        facts = replace(facts, units_are_layers=True, joint_states=joint, step=step)
     return replace(facts, weights_at_once=3) if stepped else facts
+
+
+def _step_bytes(facts: MemoryFacts, execution: Execution) -> StepBytes:
+    """Gradients narrower than the masters are cast before the step (_copy_model_grads_to_main_grads of
+    distrib_optimizer.py, update_main_grads of Megatron-FSDP's param_and_grad_buffer.py), but where a
+    precision-aware optimizer reads them as they are. Moments that it keeps in 16 or 8 bits are made 32 bits
+    wide for all weights of an optimizer at once (Transformer Engine 2.8, FusedAdam.step: unscaled_lists)."""
+    kept, master = execution.optimizer_bytes, master_bytes(execution.quantization)
+    aware = kept not in (None, 12)
+    as_they_are = facts.grad_bytes == 4 or (aware and master == 2)
+    narrow = aware and kept is not None and kept - master < 8
+    return replace(facts.step, scratch=0 if as_they_are else 4, widened=8 if narrow else 0)
 
 
 FSDP_LEVELS: tuple[Zero, ...] = (1, 2, 3)

@@ -71,6 +71,9 @@ def test_a_row_is_the_plan_that_it_says() -> None:
     assert execution.expert_imbalance == NATURAL_IMBALANCE
     even = row_of(routing="forced balance, dropless").plan
     assert even is not None and even.execution.expert_imbalance is None
+    # NeMo's recipes for performance drop tokens, whatever a row says.
+    dropped = row_of(routing="natural, dropless; top-1", recipe="launch.sh + NeMo v2.3 scripts/performance")
+    assert dropped.plan is not None and dropped.plan.execution.expert_imbalance is None
     assert row.setting == "Qwen3-30B-A3B h100 mxfp8" and row.source == "somebody"
 
 
