@@ -126,8 +126,9 @@ def _layer_windows(
 
 def beside(question: SearchProblem, shape: EqualPipeline) -> object:
     """What shapes have in common that `solve_beside` can solve at once; None of one that is solved alone."""
-    alone = shape.stages == 1 or question.space.per_stage or shape.order
-    return None if alone or not question.evaluator.job.model.alike else alike_in(question, shape)
+    several = bool(shape.order) or len(question.evaluator.job.model.kinds) > 1
+    alone = several or shape.stages == 1 or question.space.per_stage
+    return None if alone else alike_in(question, shape)
 
 
 def solve_beside(

@@ -15,6 +15,7 @@ from mist_megatron.search.pipelines import EqualPipeline, shapes
 from mist_megatron.search.solution import Solved
 from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.search.uniform import SplitGrids
+from mist_megatron.spec.presets import preset
 
 
 @pytest.mark.parametrize(
@@ -75,3 +76,17 @@ def test_more_than_a_call_takes_is_priced_in_several(monkeypatch: pytest.MonkeyP
     assert [one.solution for one in solve_beside(question, pairs, [np.inf] * len(pairs))] == [
         one.solution for one in at_once
     ]
+
+
+def test_what_is_solved_otherwise_is_solved_alone() -> None:
+    """Layers of two kinds, nodes of two kinds, and stages that need not be alike."""
+    job = small_job("megatron", gpus=8, layers=8, batch=32)
+    dense = evaluator_of(job)
+    cut = cut_to_target(space_named("full"), "megatron")
+    question = SearchProblem(evaluator=dense, space=cut, step=1.0)
+    shape = next(one for one in shapes(job, cut, Limits()) if one.stages == 2)
+    assert beside(question, shape) is not None
+    assert beside(question, replace(shape, order=(1, 0))) is None
+    assert beside(replace(question, space=replace(cut, per_stage=True)), shape) is None
+    mixture = evaluator_of(replace(job, model=preset("deepseek-v3")))
+    assert beside(replace(question, evaluator=mixture), shape) is None
