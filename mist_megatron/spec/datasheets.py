@@ -207,7 +207,7 @@ SHEETS: Mapping[str, Datasheet] = {
         bf16=2250, fp16=2250, fp8=4500, memory_mib=275040, memory_gb_per_s=8000,
         memory_source="288 GB less what B200 reports below its 192 GB (assumed)",
         link="NVLink 5", link_gb_per_s=900, pcie=5,
-        network="8 x 800 Gb/s adapters per node (DGX B300)", network_gb_per_s=504.0,
+        network="8 x 800 Gb/s adapters per node (DGX B300) behind PCIe 5", network_gb_per_s=504.0,
         host_gib=2048, host_source="DGX B300",
     ),
     "gb300-288gb": Datasheet(
