@@ -47,7 +47,7 @@ class ItemsOfWays:
     def spread(self, place: int, families: Sequence[Family]) -> list[Family]:
         """Of the families of a way those that no other way outdoes: where experts are is no matter to it."""
         hidden = self._rings.hidden(self._ways[place], [shape for shape, _ in families])
-        return [family for family in families if family[0] not in hidden]
+        return [family for family in families if family[0] not in hidden] if hidden else list(families)
 
     def mixed(self, place: int) -> list[MixedFamily]:
         """Families of stages on different meshes, where a way has them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily
+_Sizes = tuple[object, ...]
+_BySizes = dict[_Sizes, list[tuple[frozenset[int], float]]]
+"""Levels of ZeRO, and bounds with these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,16 @@ class Known:
     """Seconds that no plan of an item beats."""
     solved: Mapping[Item, float] = field(default_factory=dict)
     """The same of items that were solved: seconds that no plan of the item, of this space, beats."""
+
+    @cached_property
+    def bounds_by_sizes(self) -> _BySizes:
+        """Bounds of shapes by all but their levels of ZeRO."""
+        return _by_sizes(self.bounds)
+
+    @cached_property
+    def solved_by_sizes(self) -> _BySizes:
+        """The same of those that were solved."""
+        return _by_sizes(self.solved)
 
 
 class KnownBounds:
@@ -81,6 +95,7 @@ def _reduced_beside(execution: Execution) -> Execution:
 def floors(question: SearchProblem, items: Sequence[Item], known: KnownBounds) -> list[float]:
     """What is known of each item without pricing its stages; 0 where nothing is."""
     floors_s = np.zeros(len(items))
+    sizes = [None if isinstance(item, MixedFamily) else _sizes(item) for item in items]
     for one in known.near(question.evaluator.job.execution):
         if not _covers(one, question):
             continue
@@ -88,10 +103,10 @@ def floors(question: SearchProblem, items: Sequence[Item], known: KnownBounds) -
         switched = (beside_products, reduces_beside, replays)
         if not same and not any(beside(one.job, question.evaluator) for beside in switched):
             continue
-        floors_s = np.maximum(floors_s, _of_items(items, one.bounds) * (1 - 1e-9))
+        floors_s = np.maximum(floors_s, _of_items(items, sizes, one.bounds, one.bounds_by_sizes) * (1 - 1e-9))
         if one.solved and one.job == question.evaluator.job and _within(question, one):
             # The same configurations are priced here, so that nothing need be left for rounding.
-            floors_s = np.maximum(floors_s, _of_items(items, one.solved))
+            floors_s = np.maximum(floors_s, _of_items(items, sizes, one.solved, one.solved_by_sizes))
     return [float(value) for value in floors_s]
 
 
@@ -123,9 +138,18 @@ def _within(question: SearchProblem, known: Known) -> bool:
     )
 
 
-def _of_items(items: Sequence[Item], bounds: Mapping[Item, float]) -> Array:
-    by_sizes = _by_sizes(bounds)
-    return np.array([_looked_up(item, bounds, by_sizes) for item in items])
+def _of_items(
+    items: Sequence[Item], sizes: Sequence[_Sizes | None], bounds: Mapping[Item, float], by_sizes: _BySizes
+) -> Array:
+    """Of each item itself, or of a shape that may choose from more levels."""
+    found = []
+    for item, own in zip(items, sizes, strict=True):
+        if isinstance(item, MixedFamily) or own is None:
+            found.append(bounds.get(item, 0.0))
+        else:
+            of_levels = by_sizes.get(own, ())
+            found.append(max((s for levels, s in of_levels if levels.issuperset(item.zero)), default=0.0))
+    return np.array(found)
 
 
 def _covers(known: Known, question: SearchProblem) -> bool:
@@ -146,9 +170,6 @@ def _without_modules(known: Known, job: Job) -> Job:
     return replace(job, execution=_runs_nothing_again(job.execution))
 
 
-_Sizes = tuple[object, ...]
-
-
 def _sizes(shape: EqualPipeline) -> _Sizes:
     """All but the levels of ZeRO."""
     pipeline = (shape.grad_accum, shape.stages, shape.nodes, shape.gpus_per_node, shape.vpp)
@@ -156,25 +177,12 @@ def _sizes(shape: EqualPipeline) -> _Sizes:
     return (*pipeline, *split, shape.sequence_parallel, shape.bridged)
 
 
-def _by_sizes(bounds: Mapping[Item, float]) -> dict[_Sizes, list[tuple[frozenset[int], float]]]:
-    by_sizes: dict[_Sizes, list[tuple[frozenset[int], float]]] = {}
+def _by_sizes(bounds: Mapping[Item, float]) -> _BySizes:
+    by_sizes: _BySizes = {}
     for item, value_s in bounds.items():
         if isinstance(item, EqualPipeline):
             by_sizes.setdefault(_sizes(item), []).append((frozenset(item.zero), value_s))
     return by_sizes
-
-
-def _looked_up(
-    item: Item,
-    bounds: Mapping[Item, float],
-    by_sizes: Mapping[_Sizes, list[tuple[frozenset[int], float]]],
-) -> float:
-    """Of the item itself, or of a shape that may choose from more levels."""
-    if isinstance(item, MixedFamily):
-        return bounds.get(item, 0.0)
-    return max(
-        (s for levels, s in by_sizes.get(_sizes(item), ()) if levels.issuperset(item.zero)), default=0.0
-    )
 
 
 def reduces_beside(job: Job, after: StageEvaluator) -> bool:

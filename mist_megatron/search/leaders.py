@@ -37,21 +37,20 @@ class Leaders:
     def __init__(self, ways: Sequence[Way], questions: Sequence[SearchProblem]) -> None:
         self._pairs = list(zip(ways, questions, strict=True))
         self._families: dict[object, list[Family]] = {}
+        self._of_way: dict[int, list[Family]] = {}
+        self._contained: dict[tuple[int, int], bool] = {}
         groups: dict[object, list[int]] = {}
         for place, (_, question) in enumerate(self._pairs):
             execution = question.evaluator.job.execution
             exchange = execution.context_exchange, execution.context_inner
             groups.setdefault((_alike(execution), exchange), []).append(place)
-        self._leader = {
-            place: max(members, key=lambda member: len(_gains(self._execution(member))))
-            for members in groups.values()
-            for place in members
-        }
-        self._widest = {
-            place: max(members, key=lambda member: len(self.families(member)))
-            for members in groups.values()
-            for place in members
-        }
+        self._leader: dict[int, int] = {}
+        self._widest: dict[int, int] = {}
+        for members in groups.values():
+            leader = max(members, key=lambda member: len(_gains(self._execution(member))))
+            widest = max(members, key=lambda member: len(self.families(member)))
+            self._leader.update(dict.fromkeys(members, leader))
+            self._widest.update(dict.fromkeys(members, widest))
         self._spread: dict[tuple[int, int, bool], SpreadShapes] = {}
         self._of_shapes: Floors = {}
         self._least_s: dict[object, float] = {}
@@ -63,12 +62,14 @@ class Leaders:
 
     def families(self, place: int) -> list[Family]:
         """Shapes of a way; made once for those that have the same."""
-        way, question = self._pairs[place]
-        execution, limits = self._execution(place), way.limits
-        key = _alike(execution), execution.tp_comm_overlap, _sizes(limits)
-        if key not in self._families:
-            self._families[key] = list(families(question.evaluator.job, question.space, limits))
-        return self._families[key]
+        if place not in self._of_way:
+            way, question = self._pairs[place]
+            execution, limits = self._execution(place), way.limits
+            key = _alike(execution), execution.tp_comm_overlap, _sizes(limits)
+            if key not in self._families:
+                self._families[key] = list(families(question.evaluator.job, question.space, limits))
+            self._of_way[place] = self._families[key]
+        return self._of_way[place]
 
     def told(self, place: int) -> Led:
         """Of a way, for its queue."""
@@ -82,7 +83,10 @@ class Leaders:
         if not gains or not _gains(self._execution(place)) <= _gains(self._execution(leader)):
             return 0.0
         own, most = self.families(place), self.families(widest)
-        if own is not most and not set(own) <= set(most):
+        lists = id(own), id(most)
+        if lists not in self._contained:
+            self._contained[lists] = own is most or set(own) <= set(most)
+        if not self._contained[lists]:
             return 0.0
         led = leader, widest, computed
         if led not in self._spread:

@@ -13,12 +13,14 @@ from mist_megatron.search.experts import divisors, expert_sizes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.hashed import hashed_once
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, splits, splits_tokens
 from mist_megatron.targets.deepspeed import copy_sizes
 from mist_megatron.targets.table import TARGETS
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class EqualPipeline:
     """Everything that is equal on all stages."""
@@ -207,19 +209,19 @@ def _with_batches(job: Job, space: Space, limits: Limits, grid: Grid) -> Iterato
         sliced: expert_sizes(job, space, limits, (nodes * gpus_per_node, tp, sliced))
         for sliced in _sequence_parallel(job, space, limits, tp)
     }
+    groups: dict[tuple[tuple[int, ...], bool], list[_SubGroups]] = {}
     for micro_batch in divisors(batch // dp):
         grad_accum = batch // dp // micro_batch
         if not limits.allows("micro_batch", micro_batch) or not limits.allows("grad_accum", grad_accum):
             continue
+        chunks = _chunks(job, space, limits, (stages, grad_accum))
         for sequence_parallel, spreads in spread_over.items():
             if not spreads:
                 continue
-            widest = max(spreads, key=math.prod)
             # Copies of experts may be more than those of the rest.
             copies = (
                 dp * cp if job.model.routed is None else nodes * gpus_per_node // min(map(math.prod, spreads))
             )
-            chunks = _chunks(job, space, limits, (stages, grad_accum))
             for vpp, zero in itertools.product(chunks, stage_levels(space, max(dp * cp, copies), stages)):
                 shape = EqualPipeline(
                     grad_accum=grad_accum,
@@ -233,27 +235,34 @@ def _with_batches(job: Job, space: Space, limits: Limits, grid: Grid) -> Iterato
                     vpp=vpp,
                     zero=zero,
                     cp=cp,
-                    ep=widest[0],
-                    etp=widest[1],
                 )
-                yield from _in_sub_groups(job, (shape, spreads), space, limits)
+                alike = zero, sequence_parallel
+                if alike not in groups:
+                    groups[alike] = list(_sub_groups(job, (shape, spreads), space, limits))
+                for (ep, etp), instances, some in groups[alike]:
+                    plain = (ep, etp, instances) == (1, 1, (1,))
+                    yield shape if plain else replace(shape, ep=ep, etp=etp, instances=instances), some
 
 
-def _in_sub_groups(job: Job, family: Family, space: Space, limits: Limits) -> Iterator[Family]:
-    """A family with the numbers of sub-groups in which optimizer states, or a second copy of the weights, may
-    be whole; of those that spread experts where each sub-group has all of them."""
+_SubGroups = tuple[Spread, tuple[int, ...], tuple[Spread, ...]]
+"""How experts are spread most, numbers of sub-groups, and how experts may be spread then."""
+
+
+def _sub_groups(job: Job, family: Family, space: Space, limits: Limits) -> Iterator[_SubGroups]:
+    """Numbers of sub-groups in which optimizer states, or a second copy of the weights, may be whole, of a
+    family; of those that spread experts where each sub-group has all of them. Micro-batches and chunks are no
+    matter to it."""
     shape, spreads = family
     if space.second_weights or limits.fixed.get("hpz", job.execution.hpz_size) not in (None, 1):
         numbers = weight_copies(job, space, limits, shape)
         apart = (tuple(n for n in numbers if n == 1), tuple(n for n in numbers if n > 1))
-        yield from ((replace(shape, instances=some), spreads) for some in apart if some)
+        yield from ((max(spreads, key=math.prod), some, spreads) for some in apart if some)
         return
     instances = optimizer_instances(job, space, limits, shape)
     if instances and instances != (1,) and job.model.routed is not None:
         spreads = tuple(each for each in spreads if shape.gpus // math.prod(each) % instances[0] == 0)
     if instances and spreads:
-        ep, etp = max(spreads, key=math.prod)
-        yield shape if instances == (1,) else replace(shape, ep=ep, etp=etp, instances=instances), spreads
+        yield max(spreads, key=math.prod), instances, spreads
 
 
 def optimizer_instances(job: Job, space: Space, limits: Limits, shape: EqualPipeline) -> tuple[int, ...]:

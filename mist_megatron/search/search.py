@@ -44,7 +44,7 @@ from mist_megatron.search.solution import Solution, Solved, is_its_own, looked_a
 from mist_megatron.search.solve import alike_with, solve, solve_besides, solve_told
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_fronts import Tally
-from mist_megatron.search.ways import FEW_POINTS, Way, offload_points, questions_of, rivals_of
+from mist_megatron.search.ways import FEW_POINTS, Way, by_execution, offload_points, questions_of, rivals_of
 from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.rules import require_job
 
@@ -249,15 +249,14 @@ class _Run:
         made, layers = ItemsOfWays(self.ways, self.questions, self.tick), LayerFloors()
         known, items = KnownBounds(self.settings.known), 0
         leaders = Leaders(self.ways, self.questions) if _routed(self.questions) else None
+        ways = by_execution(self.ways) if leaders is not None else {}
         for place, (way, question) in enumerate(zip(self.ways, self.questions, strict=True)):
             if leaders is not None:
                 spread = leaders.kept(place, made.spread(place, leaders.families(place)))
                 least = None if way.least is None else self._asked([way.least])[0][1]
                 bounded = of_possible(least, self._bounded(place))
                 led = leaders.told(place) if spread else None
-                orders.append(
-                    ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, self.ways), led)
-                )
+                orders.append(ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, ways), led))
                 items += len(spread)
                 continue
             equal, mixed = made.equal(place), made.mixed(place)

@@ -8,7 +8,7 @@ are made from their families when their bound is the least.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -226,10 +226,8 @@ def _sizes(shapes: Sequence[EqualPipeline]) -> Array:
 
 def _groups(rows: Array) -> dict[tuple[float, ...], Ints]:
     """Which rows are equal."""
-    keys, places = np.unique(rows, axis=0, return_inverse=True)
-    return {
-        tuple(key): np.flatnonzero(places.reshape(-1) == place) for place, key in enumerate(keys.tolist())
-    }
+    keys, places = _distinct(rows)
+    return {tuple(key): np.flatnonzero(places == place) for place, key in enumerate(keys.tolist())}
 
 
 def _computed(question: SearchProblem, shapes: Sequence[EqualPipeline], rows: Ints, spreads: Array) -> Array:
@@ -346,9 +344,12 @@ def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array
     """The least that the heaviest of so many runs of layers can weigh; a column each."""
     layers = len(loads)
     sums = np.concatenate([np.zeros((1, loads.shape[1])), np.cumsum(loads, axis=0)])
-    sums = sums + first
-    sums[0] -= first
-    sums[-1] = sums[-1] + last
+    sums[1:] += first
+    unlike = np.flatnonzero((loads != loads[-1]).any(axis=1))
+    begin = int(unlike[-1]) + 1 if len(unlike) else 1
+    if stages > 1 and begin <= layers // 8 + 1:
+        return _least_of_alike(sums, loads[-1], last, (begin, stages))
+    sums[-1] += last
     least = sums.copy()
     least[0] = np.inf
     for stage in range(1, stages):
@@ -359,6 +360,56 @@ def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array
             after[end] = some.min(axis=0)
         least = after
     return np.asarray(least[layers])
+
+
+def _least_of_alike(sums: Array, layer: Array, last: Array, sizes: tuple[int, int]) -> Array:
+    """The same of layers that weigh the same from one on; `sums` are of all before each and of what is first.
+    Of the runs that begin before that one the last may end anywhere; behind it all are alike. The further it
+    goes the heavier it is, and the lighter what is behind it: the least is where these meet."""
+    begin, stages = sizes
+    layers, columns = len(sums) - 1, np.arange(sums.shape[1])
+    least = np.full(sums.shape[1], np.inf)
+    before = {0: np.zeros(sums.shape[1])}
+    """By where runs end, before that layer: what the heaviest of them weighs."""
+    for runs in range(1, min(begin, stages) + 1):
+        left, first_end = stages - runs, max(begin, runs)
+        if not left:
+            least = np.minimum(least, _run_on(before, sums[-1] + last, sums))
+        elif first_end <= layers - left:
+            low, high = (np.full(len(columns), end, dtype=np.intp) for end in (first_end, layers - left))
+            while np.any(low < high):
+                middle = (low + high) // 2
+                heavy = _run_on(before, sums[middle, columns], sums)
+                more = heavy < _least_of_same(layers - middle, left, layer, last)
+                low, high = np.where(more & (low < high), middle + 1, low), np.where(more, high, middle)
+            for end in (low, np.maximum(low - 1, first_end)):
+                heavy = _run_on(before, sums[end, columns], sums)
+                behind = _least_of_same(layers - end, left, layer, last)
+                least = np.minimum(least, np.maximum(heavy, behind))
+        before = {
+            end: _run_on({k: v for k, v in before.items() if k < end}, sums[end], sums)
+            for end in range(runs, begin)
+        }
+    return least
+
+
+def _run_on(before: Mapping[int, Array], end: Array, sums: Array) -> Array:
+    """The heaviest with a run more, up to where so much is before."""
+    return np.asarray(np.min([np.maximum(some, end - sums[start]) for start, some in before.items()], axis=0))
+
+
+def _least_of_same(layers: Ints, runs: int, layer: Array, last: Array) -> Array:
+    """Of so many layers that weigh the same, in so many runs, a number of layers each: with x of them in all
+    runs but the last, which falls with x, the heaviest is least where both weigh the same, or hardly so."""
+    if runs == 1:
+        return last + layers * layer
+    even = np.floor((last / np.maximum(layer, np.finfo(float).tiny) + layers) / runs)
+    fewest = -(-(layers - 1) // (runs - 1))
+    least: Array = np.asarray(np.inf)
+    for count in (np.clip(even, 1.0, fewest), np.clip(even + 1.0, 1.0, fewest)):
+        rest = np.maximum(layers - (runs - 1) * count, 1.0)
+        least = np.minimum(least, np.maximum(count * layer, last + rest * layer))
+    return least
 
 
 def _fits(question: SearchProblem, grid: StageGrid, stages: Array) -> NDArray[np.bool_]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from mist_megatron.search.node_groups import cut_to_groups
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.spread import Rival
+from mist_megatron.spec.plan import Execution
 
 
 def every(shape: EqualPipeline) -> bool:
@@ -62,14 +63,18 @@ def ways_of(
     return [way(choice) for choice in choices]
 
 
-def rivals_of(way: Way, ways: Sequence[Way]) -> list[Rival]:
+def by_execution(ways: Sequence[Way]) -> dict[Execution, Way]:
+    """The first of each."""
+    return {way.evaluator.job.execution: way for way in reversed(ways)}
+
+
+def rivals_of(way: Way, ways: Mapping[Execution, Way]) -> list[Rival]:
     """The same with tokens sent once to each rank that has experts of theirs, where that is a way too; and of
-    what holds least of both."""
+    what holds least of both. `ways` are `by_execution`."""
     execution = way.evaluator.job.execution
     if execution.expert_dispatcher == "flex":
         return []
-    wanted = replace(execution, expert_dispatcher="flex")
-    other = next((one for one in ways if one.evaluator.job.execution == wanted), None)
+    other = ways.get(replace(execution, expert_dispatcher="flex"))
     if other is None:
         return []
     pairs = [(way, other)]

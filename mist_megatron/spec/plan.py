@@ -14,6 +14,7 @@ from mist_megatron.spec.context_checks import check_context
 from mist_megatron.spec.execution_checks import check_copies, check_numbers
 from mist_megatron.spec.expert_checks import check_experts
 from mist_megatron.spec.expert_rules import ExpertCase, broken
+from mist_megatron.spec.hashed import hashed_once
 from mist_megatron.spec.kinds import ContextExchange, Dispatcher, GraphModule, Offload, Quantization
 from mist_megatron.spec.mesh import (
     Group,
@@ -124,6 +125,7 @@ class StagePlan:
 Zero3Name = Literal["deepspeed", "deepspeed-2021", "fsdp"]
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """Framework switches that change bytes or overlaps; None takes the target's default."""

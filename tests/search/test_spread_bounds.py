@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -80,6 +81,23 @@ def test_the_heaviest_run_is_as_light_as_can_be() -> None:
     assert least_maximum(loads, np.array([0.0]), np.array([0.0]), 3) == [5.0]
     assert least_maximum(loads, np.array([4.0]), np.array([0.0]), 3) == [6.0]
     assert least_maximum(loads, np.array([0.0]), np.array([2.0]), 1) == [13.0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("unlike", [0, 1, 2, 5])
+def test_no_split_is_lighter(stages: int, unlike: int) -> None:
+    """Of layers of which all but the first few weigh the same, and of others."""
+    rng = np.random.default_rng(stages)
+    loads = np.tile(rng.uniform(0.1, 2.0, 40), (9, 1))
+    loads[:unlike] = rng.uniform(0.1, 9.0, (unlike, 40))
+    first, last = rng.choice([0.0, 0.7, 9.0], (2, 40))
+    least = np.full(40, np.inf)
+    for cuts in combinations(range(1, 9), stages - 1):
+        runs = np.array([part.sum(axis=0) for part in np.split(loads, cuts)])
+        runs[0] += first
+        runs[-1] += last
+        least = np.minimum(least, runs.max(axis=0))
+    assert least_maximum(loads, first, last, stages) == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.parametrize("most", [9, 5_000_000])
