@@ -4,7 +4,8 @@ Importing torch takes longer than training the tests' tiny models, and nearly ev
 starts several processes. `environment()` starts one server for all tests of this pytest process and says
 what a process must find in its environment to become a fork of it (`warm_start/sitecustomize.py`). In the
 fork nothing has happened but imports of torch: arguments, folder, environment, path and the three standard
-streams are those of the process that asked, and the framework is imported there as ever.
+streams are those of the process that asked, and the framework is imported there as ever, unless one that
+has it ready is asked for (`ready_frameworks`).
 """
 
 from __future__ import annotations
@@ -45,26 +46,33 @@ IMPORTED = (
 """What Megatron-core, DeepSpeed and torchrun import of torch, and Megatron's arguments of transformers."""
 
 
-def environment(**more: str) -> dict[str, str]:
-    """This process's environment and `more`, of which PYTHONPATH stands behind what is needed here."""
+def environment(ready: str = "", first: str = "", **more: str) -> dict[str, str]:
+    """This process's environment and `more`, of which PYTHONPATH stands behind what is needed here.
+
+    `ready`: a function of `ready_frameworks` that the process finds called, with the framework that lies in
+    the folder `first` if one is named.
+    """
     found = {**os.environ, **more}
     # On other systems a fork of a process with torch may not live.
     if sys.platform != "linux" or importlib.util.find_spec("torch") is None:
         return found
     folders = [SITE, found.get("PYTHONPATH", "")]
     found["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
-    found["MIST_WARM_START"] = _server()
+    found["MIST_WARM_START"] = _server(ready, first) if ready else _server()
     return found
 
 
 @cache
-def _server() -> str:
-    """The socket of this process's server, which ends when its standard input does."""
+def _server(*ready: str) -> str:
+    """The socket of this process's server, which ends when its standard input does. One that has a framework
+    ready is itself a fork of the one that has not."""
     path = f"{tempfile.mkdtemp(prefix='warm')}/socket"
     # Its path is that of all its forks, which put their own before it: that of whoever asks first is not.
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if ready:
+        settings |= {"PYTHONPATH": SITE, "MIST_WARM_START": _server()}
     process = subprocess.Popen(
-        [sys.executable, __file__, path],
+        [sys.executable, __file__, path, *ready],
         env={**settings, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -78,6 +86,12 @@ def _server() -> str:
     atexit.register(end)
     assert process.stdout.readline() == b"ready\n"
     return path
+
+
+def make_ready(framework: str, first: str) -> None:
+    """For all forks of this one, whose path and environment are their own."""
+    sys.path[:0] = [folder for folder in (first, str(HERE / "framework")) if folder]
+    getattr(importlib.import_module("ready_frameworks"), framework)()
 
 
 def serve(path: str) -> dict[str, Any]:
@@ -170,6 +184,8 @@ if __name__ == "__main__":
     for name in IMPORTED:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    if sys.argv[2:]:
+        make_ready(*sys.argv[2:])
     gc.collect()
     gc.freeze()  # what was imported is nothing for a fork's garbage collector to go through
     asked = serve(sys.argv[1])

@@ -29,7 +29,7 @@ class Case:
     """Through a stages.json and `mist_patches.apply`, as an emitted plan does it."""
     checkpointed: list[int] = field(default_factory=list)
     """Layers under torch's activation checkpointing."""
-    steps: int = 8
+    steps: int = 6
     accumulate: int = 2
     accumulate_in: str | None = None
     resume_at: int | None = None
@@ -87,7 +87,7 @@ def configuration(case: Case) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": adam},
         "scheduler": {
             "type": "WarmupLR",
-            "params": {"warmup_num_steps": 6, "warmup_max_lr": 3e-3, "warmup_type": "linear"},
+            "params": {"warmup_num_steps": 4, "warmup_max_lr": 3e-3, "warmup_type": "linear"},
         },
         "zero_optimization": zero,
     }

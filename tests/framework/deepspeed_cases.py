@@ -19,8 +19,8 @@ from ranks import run_ranks
 CLOSE = 1e-6
 """Sums over groups of parameters are added up in another order."""
 
-FULL = {"evaluate_at": 3, "inf_at": 2, "resume_at": 5}
-"""An evaluation, a skipped step and a resumed run within the 8 steps with warm-up and clipping."""
+FULL = {"evaluate_at": 2, "inf_at": 1, "resume_at": 3}
+"""An evaluation, a skipped step and a resumed run within the 6 steps with warm-up and clipping."""
 
 Z1, Z2, Z3 = (Case(zero=level) for level in (1, 2, 3))
 Z1_HOST, Z2_HOST, Z3_HOST = (Case(zero=level, offload=True) for level in (1, 2, 3))
@@ -54,7 +54,8 @@ def launch(cases: list[Case], processes: int, deepspeed: str = "") -> list[list[
     `deepspeed`: a folder with another DeepSpeed than the installed one.
     """
     argument = json.dumps([asdict(case) for case in cases])
-    by_rank = run_ranks("patched_deepspeed.py", argument, ranks=processes, first=deepspeed, seconds=1200)
+    words = {"ready": "deepspeed", "first": deepspeed, "seconds": 1200}
+    by_rank = run_ranks("patched_deepspeed.py", argument, ranks=processes, **words)
     return [found["cases"] for (found,) in by_rank]
 
 
@@ -120,7 +121,7 @@ def require_equal(case: Case, run: dict, reference: dict) -> None:
     """All of what training computes is that of the plain run, in which something is learnt."""
     assert difference(run, reference) < CLOSE
     assert run["skipped"] == reference["skipped"] == ([] if case.inf_at is None else [case.inf_at])
-    assert len(run["losses"]) >= 8 and len(run["evaluated"]) == (case.evaluate_at is not None)
+    assert len(run["losses"]) >= 6 and len(run["evaluated"]) == (case.evaluate_at is not None)
     assert run["losses"][-1] < run["losses"][0]
     assert run.get("stale", 0.0) == 0.0  # what the module itself saves is what was trained
     assert run.get("unlinked", []) == []  # and safe_get_full_optimizer_state finds its moments

@@ -63,10 +63,11 @@ class TorchAdam:
 
 def without_compiler():
     import cpuinfo
+
+    cpuinfo.get_cpu_info = dict  # each Adam starts a process for the vendor's name, and would warn of one
     import deepspeed
     import deepspeed.ops.adam.cpu_adam as cpu_adam
 
-    cpuinfo.get_cpu_info = dict  # each Adam starts a process for the vendor's name, and would warn of one
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     op = TorchAdam()

@@ -341,12 +341,22 @@ def _cores_of_two_widths() -> None:
     Core.__init__ = init
 
 
+def _storage_filled(target, source) -> None:
+    """What was recomputed, where views of it expect it."""
+    target, source = target.untyped_storage(), source.untyped_storage()
+    target.resize_(source.nbytes())
+    target.copy_(source)
+
+
 def _megatron_pieces(torch) -> None:
     import megatron.core  # noqa: F401
     from megatron.core.optimizer import optimizer_config
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.utils import get_te_version
+
+    # For this Megatron compiles some C++, which takes longer than any test; that shares where this copies.
+    random._get_share_storage = lambda: _storage_filled
 
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -384,19 +394,27 @@ def install(*, two_devices: bool = False, threads: int = 1, share_groups: bool =
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
+
+    torch.set_num_threads(threads)
+    if not KEPT:
+        rewire()
+    if two_devices:
+        _two_devices(torch)
+    _gloo_only(torch, share_groups=share_groups)
+
+
+def rewire() -> None:
+    """The part of `install` that is the same for all, which a process may find done (`ready_frameworks`)."""
+    import torch
     import torch._dynamo  # must be loaded before torch.cuda is rewired
 
     KEPT.append(half_products.install())
-    torch.set_num_threads(threads)
     torch.compile = lambda f=None, *a, **k: f if f is not None else (lambda g: g)
     import_megatron()
     cpu = torch.device("cpu")
     _streams_and_events(torch, cpu)
     _device_queries(torch, cpu)
     _creation_on_cpu(torch, cpu)
-    if two_devices:
-        _two_devices(torch)
-    _gloo_only(torch, share_groups=share_groups)
     _counts_as_lists(torch)
     _megatron_pieces(torch)
     _cores_of_two_widths()

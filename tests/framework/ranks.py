@@ -42,9 +42,9 @@ class NativeCrash(AssertionError):
 
 
 def _run_ranks(
-    script: str, *words: str, ranks: int, first: str = "", seconds: float = 600, **more: str
+    script: str, *words: str, ranks: int, ready: str = "", first: str = "", seconds: float = 600, **more: str
 ) -> list[list[dict]]:
-    """`first`: a folder before all others on the path."""
+    """`first`: a folder before all others on the path. `ready`: see `warm_start_server.environment`."""
     folders = [first, str(HERE), str(ROOT / "patches"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     path = os.pathsep.join(folder for folder in folders if folder)
@@ -52,6 +52,8 @@ def _run_ranks(
     with ExitStack() as ends:
         for rank in range(ranks):
             environment = warm_start_server.environment(
+                ready,
+                first,
                 PYTHONPATH=path,
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),

@@ -56,7 +56,8 @@ def told() -> list[dict]:
     """What each rank of the one start printed."""
     plan = with_references(list(CASES.values()))
     argument = json.dumps([asdict(case) for case in plan])
-    return [found for (found,) in run_ranks("patched_deepspeed.py", argument, ranks=RANKS, first=str(OLDER))]
+    words = {"ready": "deepspeed", "first": str(OLDER)}
+    return [found for (found,) in run_ranks("patched_deepspeed.py", argument, ranks=RANKS, **words)]
 
 
 def ran(name: str) -> list[tuple[dict, dict]]:

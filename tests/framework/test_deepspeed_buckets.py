@@ -33,7 +33,7 @@ TRAINING = TrainingSpec(global_batch=6, seq_len=64, flash_attention=True)
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict]:
     command = [sys.executable, str(PROGRAM), str(ELEMENTS)]
-    environment = warm_start_server.environment(PYTHONPATH=str(PROGRAM.parent))
+    environment = warm_start_server.environment("deepspeed", PYTHONPATH=str(PROGRAM.parent))
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

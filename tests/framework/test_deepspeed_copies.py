@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     assert config["zero_optimization"]["zero_hpz_partition_size"] == 2
     path = tmp_path_factory.mktemp("copies") / "ds_config.json"
     path.write_text(json.dumps(config))
-    return [rank for (rank,) in run_ranks("deepspeed_copies.py", str(path), ranks=4)]
+    return [rank for (rank,) in run_ranks("deepspeed_copies.py", str(path), ranks=4, ready="deepspeed")]
 
 
 def test_it_trains_as_plain_torch(found: list[dict]) -> None:

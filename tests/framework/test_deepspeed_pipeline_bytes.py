@@ -71,7 +71,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words += [str(HERE / "deepspeed_pipeline_bytes.py"), "all", *map(str, folders.values())]
     path = f"{HERE}:{HERE.parent.parent / 'patches'}"
-    environment = warm_start_server.environment(PYTHONPATH=path)
+    environment = warm_start_server.environment("deepspeed", PYTHONPATH=path)
     environment = {k: v for k, v in environment.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -83,7 +83,7 @@ def explicit(planned: Plan) -> dict:
 
 def run(*words: str, stdin: str | None = None, timeout_s: float = 600) -> list:
     """The results that the program printed, one per process."""
-    environment = warm_start_server.environment()
+    environment = warm_start_server.environment("deepspeed")
     environment = {k: v for k, v in environment.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(

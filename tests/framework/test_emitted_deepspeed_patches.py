@@ -172,7 +172,7 @@ def emitted(folder: Path, planned: Plan) -> Path:
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(HERE), str(HERE.parent.parent / "patches")])
-    found = warm_start_server.environment(PYTHONPATH=path)
+    found = warm_start_server.environment("deepspeed", PYTHONPATH=path)
     found = {k: v for k, v in found.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
     found["NUMA_BINDING"] = ""  # there is no GPU whose node could be asked for

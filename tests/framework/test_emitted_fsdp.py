@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ from mist_megatron.frameworks.megatron.lint import lint_megatron
 from mist_megatron.frameworks.megatron.read import plan_of
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
@@ -44,6 +47,19 @@ def trained(folder: Path, planned: Plan, *more: str) -> list[float]:
     return train(folder, planned, without=without, more=(*SUMS_ALONE, *more), variables={"MIST_FSDP": "1"})
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    """One process, once for each model and its words."""
+
+    @cache
+    def losses(model: ModelSpec, *more: str) -> list[float]:
+        plain = trained(tmp_path_factory.mktemp("plain") / "run", mixture(model, stage(4, zero=0)), *more)
+        assert plain[-1] < plain[0] - 0.3, f"the tiny model does not learn: {plain}"
+        return plain
+
+    return losses
+
+
 @pytest.mark.parametrize(
     ("model", "zero", "spread"),
     [
@@ -52,11 +68,9 @@ def trained(folder: Path, planned: Plan, *more: str) -> list[float]:
         (MIXTRAL, 3, {"expert_parallel": 1}),
     ],
 )
-def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, tmp_path: Path) -> None:
-    plain = trained(tmp_path / "plain", mixture(model, stage(4, zero=0)))
+def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, alone, tmp_path: Path) -> None:
     sharded = mixture(model, stage(4, dp=2, zero=zero), megatron_fsdp=True, **spread)
-    assert plain[-1] < plain[0] - 0.3, f"the tiny model does not learn: {plain}"
-    assert trained(tmp_path / "sharded", sharded) == pytest.approx(plain, abs=1e-5)
+    assert trained(tmp_path / "sharded", sharded) == pytest.approx(alone(model), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +82,17 @@ def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, tmp_p
         (MODEL, 3, {"outer_sharding": True}),
     ],
 )
-def test_sub_groups_of_ranks_train_as_one_process_does(model, zero: int, spread, tmp_path: Path) -> None:
+def test_sub_groups_of_ranks_train_as_one_process_does(
+    model, zero: int, spread, alone, tmp_path: Path
+) -> None:
     """Two of two ranks each, over two micro-batches. Where they share out optimizer states nothing is
     clipped: the norm of gradients that Megatron-core 0.19.2 tells there is not theirs."""
     whole = ("--clip-grad", "0") * ("outer_sharding" in spread)
-    plain = trained(tmp_path / "plain", mixture(model, stage(4, zero=0)), *whole)
     ranks = stage(4, dp=4, zero=zero, micro_batch=1)
     beside = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     sharded = mixture(model, ranks, megatron_fsdp=True, optimizer_instances=2, **beside, **spread)
     assert sharded.grad_accum == 2 and not violations(sharded)
-    assert trained(tmp_path / "sharded", sharded, *whole) == pytest.approx(plain, abs=1e-5)
+    assert trained(tmp_path / "sharded", sharded, *whole) == pytest.approx(alone(model, *whole), abs=1e-5)
 
 
 def test_experts_of_one_rank_are_refused_where_megatron_trains_something_else(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def train(
     environment = {
         **{
             k: v
-            for k, v in warm_start_server.environment(PYTHONPATH=os.pathsep.join(paths)).items()
+            for k, v in warm_start_server.environment("megatron", PYTHONPATH=os.pathsep.join(paths)).items()
             if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"}
         },
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

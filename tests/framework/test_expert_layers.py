@@ -52,7 +52,7 @@ CASES = [
 @cache
 def measured(tp: int, ep: int) -> dict[str, dict[str, int]]:
     """All shapes at once: one start of Megatron per grid."""
-    ranks = run_ranks("measure_experts.py", str(tp), str(ep), ranks=max(tp, ep))
+    ranks = run_ranks("measure_experts.py", str(tp), str(ep), ranks=max(tp, ep), ready="megatron")
     found = [one for (one,) in ranks]
     assert all(result == found[0] for result in found), "experts in turns: every rank keeps as much"
     return found[0]

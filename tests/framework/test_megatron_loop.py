@@ -42,7 +42,9 @@ def runs() -> dict[str, dict]:
     loops["unpadded"] = replace(BASES["fp32 sharded"], **ALL, mutate="no_padding")
     asked = {"patches": ["exact_optimizer_fraction"], "offload": {"optimizer": 0.5}}
     loops["no switch"] = Loop(**asked)
-    (found,) = run_ranks("megatron_loop.py", *(json.dumps(asdict(one)) for one in loops.values()), ranks=1)
+    (found,) = run_ranks(
+        "megatron_loop.py", *(json.dumps(asdict(one)) for one in loops.values()), ranks=1, ready="megatron"
+    )
     return dict(zip(loops, found, strict=True))
 
 

@@ -16,7 +16,7 @@ Runs = dict[str, tuple[dict, ...]]
 
 @cache
 def _run(argument: str, processes: int, megatron: str) -> tuple[tuple[dict, ...], ...]:
-    by_rank = run_ranks("patched_megatron.py", argument, ranks=processes, first=megatron)
+    by_rank = run_ranks("patched_megatron.py", argument, ranks=processes, ready="megatron", first=megatron)
     return tuple(zip(*by_rank, strict=True))
 
 

@@ -50,7 +50,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def found() -> dict[str, list[dict[str, Any]]]:
     wrong = {name: {"tp": 2, "may_fail": True, **case} for name, (case, _) in REFUSED.items()}
     cases = CASES | wrong
-    by_rank = run_ranks("parallel_blocks.py", json.dumps(list(cases.values())), ranks=2, seconds=300)
+    by_rank = run_ranks(
+        "parallel_blocks.py", json.dumps(list(cases.values())), ranks=2, ready="megatron", seconds=300
+    )
     return dict(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 

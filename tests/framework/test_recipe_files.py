@@ -93,7 +93,7 @@ def deepspeed_verdicts(asked):
     script = Path(__file__).with_name("deepspeed_cpu.py")
     done = subprocess.run(
         [sys.executable, str(script), "parse"],
-        env=warm_start_server.environment(),
+        env=warm_start_server.environment("deepspeed"),
         input=json.dumps(asked),
         capture_output=True,
         text=True,

@@ -36,7 +36,7 @@ CASES = [
 @cache
 def measured(tp: int) -> dict[str, dict[str, int]]:
     """All shapes at once: one start of Megatron per tensor-parallel size."""
-    found = [found for (found,) in run_ranks("measure_layers.py", str(tp), ranks=tp)]
+    found = [found for (found,) in run_ranks("measure_layers.py", str(tp), ranks=tp, ready="megatron")]
     assert all(result == found[0] for result in found), "ranks of one layer keep the same number of bytes"
     return found[0]
 

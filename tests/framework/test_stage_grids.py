@@ -115,7 +115,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
 def start(folder: Path, cases: list[Case]) -> list[dict]:
     argument = json.dumps([asdict(case) for case in cases])
-    (lines,) = run_ranks("staged_grids.py", str(folder), str(WORKERS), argument, ranks=1, OMP_NUM_THREADS="1")
+    words = (str(folder), str(WORKERS), argument)
+    (lines,) = run_ranks("staged_grids.py", *words, ranks=1, ready="megatron", OMP_NUM_THREADS="1")
     return lines
 
 

@@ -22,7 +22,7 @@ from mist_megatron.targets import deepspeed, megatron
 @cache
 def allocated(framework: str, ranks: int) -> list[dict[str, int]]:
     """What rank 0 holds after one step: of Megatron, or of DeepSpeed by ZeRO level."""
-    first, *_ = run_ranks("measure_states.py", framework, ranks=ranks, DS_ACCELERATOR="cpu")
+    first, *_ = run_ranks("measure_states.py", framework, ranks=ranks, ready=framework, DS_ACCELERATOR="cpu")
     return first
 
 

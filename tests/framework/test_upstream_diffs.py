@@ -63,7 +63,9 @@ def test_bytes_of_the_hybrid_optimizer_are_exact(megatron: Path) -> None:
 def test_a_checkpoint_behind_padded_buckets_is_not_mixed_up(megatron: Path) -> None:
     """Without the patch's own mend, whose lack leaves others' numbers there (test_megatron_loop)."""
     loop = replace(BASES["fp32 sharded"], **ALL, mutate="no_padding")
-    ((found,),) = run_ranks("megatron_loop.py", json.dumps(asdict(loop)), ranks=1, first=str(megatron))
+    ((found,),) = run_ranks(
+        "megatron_loop.py", json.dumps(asdict(loop)), ranks=1, ready="megatron", first=str(megatron)
+    )
     assert found["mixed_up"] == 0
 
 
