@@ -30,7 +30,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "mist": {"space": "mist", "grid": 0.5},
     "megatron": {"top": 3},
     "megatron+patches": {"grid": 0.25, "max": {"pp": 2, "micro_batch": 4}},
-    "megatron+patches, tight": {"grid": 0.5, "fix": "tp=1", "memory_limit": "12GiB", "top": 1},
+    "megatron+patches, tight": {
+        "grid": 0.5,
+        "fix": "tp=1",
+        "memory_limit": "12GiB",
+        "top": 1,
+        "max": {"pp": 1},
+    },
     "deepspeed": {"forbid": "recompute.full"},
     "deepspeed+patches": {"grid": 0.5, "fix": {"pp": 1}},
 }

@@ -19,7 +19,7 @@ from mist_megatron.formats.document import parse
 from mist_megatron.formats.files import load_mapping, load_model, load_plan, read_text
 from mist_megatron.formats.plan_yaml import plan_from_mapping, plan_from_text, plan_to_mapping, plan_to_yaml
 
-SLOW = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
 VALUES = st.recursive(
     SCALARS,

@@ -52,7 +52,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("job", JOBS[:3])
+@pytest.mark.parametrize("job", JOBS[1:3])
 def test_more_kinds_never_give_a_slower_plan(job) -> None:
     ring, two, all_of_them = (best_s(job, *kinds) for kinds in (("p2p",), ("p2p", "a2a"), CONTEXT_EXCHANGES))
     assert all_of_them <= two <= ring
@@ -146,10 +146,9 @@ def mixture(gpus: int, per_node: int, *, seq: int, inter_bytes_per_s: float):
     return replace(job, model=model, cluster=replace(job.cluster, links=links))
 
 
-@pytest.mark.parametrize(("seq", "rate"), [(2048, 5e9), (16384, 2e9)])
-def test_mixtures_are_searched_with_every_exchange(seq: int, rate: float, monkeypatch) -> None:
+def test_mixtures_are_searched_with_every_exchange(monkeypatch) -> None:
     """None that is slower with more of them, and none lost where attention hides the ring."""
-    job = mixture(8, 4, seq=seq, inter_bytes_per_s=rate)
+    job = mixture(8, 4, seq=16384, inter_bytes_per_s=2e9)
     fix = ("cp=8,cuda_graphs=0",)
     ring, every = best_s(job, "p2p", fix=fix), best_s(job, *CONTEXT_EXCHANGES, fix=fix)
     each = [
