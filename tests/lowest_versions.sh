@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs tests of what dependencies are used for with the lowest version of each that pyproject.toml allows.
-# Needs Python 3.11 or 3.12 and internet; takes some two minutes. Arguments go to pytest.
+# Needs Python 3.11 or 3.12 and internet; takes some two minutes. Arguments go to pytest; with --make alone the
+# environment is made and nothing tried.
 #
 #   MIST_LOWEST_VENV   folder of the environment (default: .venv-lowest)
 set -euo pipefail
@@ -18,12 +19,18 @@ wanted = project["dependencies"] + extras["milp"] + extras["plot"] + [need for n
 print(" ".join(re.sub(r">=([0-9.]+).*", r"==\1", need) for need in wanted))
 PINS
 )
-"$python" -m venv "$venv"
-# shellcheck disable=SC2086  # one word each
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pins
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation hatchling editables \
-  pathspec pluggy trove-classifiers packaging
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+if [ "$(cat "$venv/mist-ready" 2>/dev/null)" != "$pins" ]; then
+  "$python" -m venv --clear "$venv"
+  # shellcheck disable=SC2086  # one word each
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pins
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation hatchling \
+    editables pathspec pluggy trove-classifiers packaging
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+  echo "$pins" >"$venv/mist-ready"
+fi
+if [ "$*" = --make ]; then
+  exit
+fi
 chosen=("$@")
 if [ "$#" -eq 0 ]; then
   chosen=(tests/spec tests/ask/test_api.py tests/cli/test_output.py tests/cli/test_narrow_terminals.py
