@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -205,26 +206,48 @@ def _padded(rows: Sequence[Array | Ints]) -> Array:
 
 
 def _slopes(question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute) -> Array:
-    """What running a layer again, or parts of it, adds to t at least, by shape: compute, and collectives but
-    for those that may run beside it."""
-    meshes: dict[tuple[int, int], list[int]] = {}
+    """What running a layer again, or parts of it, adds to t at least, by shape. Where sends or gathered
+    weights take longer than what is computed beside them, part of it takes no time."""
+    alike: dict[tuple[int, ...], list[int]] = {}
     for row, shape in enumerate(shapes):
-        meshes.setdefault((shape.nodes, shape.gpus_per_node), []).append(row)
-    added_s, execution = np.zeros(len(shapes)), question.evaluator.job.execution
-    for rows in meshes.values():
-        grid = _grid([shapes[row] for row in rows], StageRole.MIDDLE, recompute)
-        load = question.evaluator.loads(grid).block
-        again = load.again if RECOMPUTES[recompute].whole_layers else load.dropped
-        more_s = again.compute_s
-        if not (execution.expert_overlap or execution.shared_expert_overlap):
-            more_s = more_s + (again.exchange_s if execution.tp_comm_overlap else again.collective_s)
-        added_s[rows] = np.broadcast_to(np.maximum(more_s, 0.0), (len(rows), 1, 1)).reshape(-1)
+        alike.setdefault((shape.nodes, shape.gpus_per_node, shape.stages, shape.vpp), []).append(row)
+    added_s = np.zeros(len(shapes))
+    for (_, _, stages, vpp), rows in alike.items():
+        some = [shapes[row] for row in rows]
+        last = stages - 1
+        positions = (0, min(1, last), last) if vpp > 1 else (min(1, last),)
+        roles = {role_of(at, stages) for at in positions}
+        levels = sorted({level for shape in some for level in _levels(question, shape)})
+        least_s = np.full(len(rows), np.inf)
+        for role, level in product(roles, levels):
+            grid = _grid(some, role, recompute, level)
+            mine = np.array([level in _levels(question, shape) for shape in some])
+            more_s = np.broadcast_to(_slope(question, grid, recompute), (len(rows), 1, 1)).reshape(-1)
+            least_s = np.where(mine, np.minimum(least_s, more_s), least_s)
+        added_s[rows] = np.maximum(least_s, 0.0)
     return added_s
 
 
-def _grid(shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute) -> StageGrid:
-    """Stages of these shapes, a layer each, which is recomputed."""
+def _levels(question: SearchProblem, shape: EqualPipeline) -> tuple[int, ...]:
+    """ZeRO levels by which what is gathered beside compute differs."""
+    return shape.zero if question.evaluator.job.execution.megatron_fsdp else (min(shape.zero),)
+
+
+def _slope(question: SearchProblem, grid: StageGrid, recompute: Recompute) -> Array:
+    """Of one layer of t, which is linear in layers and in recomputed ones."""
+    stable = question.evaluator.factors(grid).stable
+    if RECOMPUTES[recompute].whole_layers:
+        return stable.per_ckpt
+    nothing = question.evaluator.factors(replace(grid, recompute="full", ckpt=0.0 * grid.ckpt)).stable
+    return stable.per_layer - nothing.per_layer + np.minimum(stable.fixed - nothing.fixed, 0.0)
+
+
+def _grid(
+    shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute, level: int | None = None
+) -> StageGrid:
+    """Stages of these shapes, a layer each, which is recomputed; at the least ZeRO level of each, or at one."""
     first, one = shapes[0], np.ones((1, 1, 1))
+    levels = [min(shape.zero) if level is None else level for shape in shapes]
 
     def column(size: str) -> Array:
         return np.array([getattr(shape, size) for shape in shapes], dtype=np.float64).reshape(-1, 1, 1)
@@ -241,7 +264,7 @@ def _grid(shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute
         micro_batch=column("micro_batch"),
         dp=column("dp"),
         tp=column("tp"),
-        zero=np.array([min(shape.zero) for shape in shapes], dtype=np.float64).reshape(-1, 1, 1),
+        zero=np.array(levels, dtype=np.float64).reshape(-1, 1, 1),
         grad_accum=column("grad_accum"),
         offload=alike(0.0 * one),
         ep=column("ep"),
