@@ -245,7 +245,7 @@ def _slope(question: SearchProblem, grid: StageGrid, recompute: Recompute) -> Ar
 def _grid(
     shapes: Sequence[EqualPipeline], role: StageRole, recompute: Recompute, level: int | None = None
 ) -> StageGrid:
-    """Stages of these shapes, a layer each, which is recomputed; at the least ZeRO level of each, or at one."""
+    """Stages of these shapes, a layer each, which is recomputed; at its least ZeRO level, or at one."""
     first, one = shapes[0], np.ones((1, 1, 1))
     levels = [min(shape.zero) if level is None else level for shape in shapes]
 
