@@ -254,7 +254,8 @@ class StageEvaluator:
         kind on the GPU fall linearly with the fraction that is on the host, so the two ends tell how many
         there are."""
         kinds = [kind for kind, fraction in grid.offload.items() if any_of(fraction)]
-        parts = self._computed(grid, (ON_HOST,)) if self.job.execution.offload_modules else {}
+        leaves = self.job.execution.offload_modules
+        parts = {ON_HOST: self._computed(grid, (ON_HOST,))[ON_HOST]} if leaves else {}
         if not kinds:
             return parts
         facts, none = self._memory_facts, np.zeros(())

@@ -24,6 +24,7 @@ from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 from tests.cost.test_layerwise import MIXED
+from tests.cost.test_offload_modules import plan as offloaded
 
 PLANS = 54
 
@@ -139,6 +140,12 @@ def test_expressions_of_unlike_layers_come_to_what_predict_says(name, layers, se
         stages=tuple(replace(stage, layers=count) for count in layers),
     )
     check_plan(plan)
+
+
+@pytest.mark.parametrize(("name", "leave"), [("llama-7b", ("qkv_linear",)), ("qwen3-30b-a3b", ("moe_act",))])
+def test_expressions_of_modules_that_leave_come_to_what_predict_says(name: str, leave) -> None:
+    """The README's own job has such a plan; `explain` of it once ended with a traceback."""
+    check_plan(offloaded(leave, preset(name)))
 
 
 @pytest.mark.parametrize("name", ["one stage", "two stages", "decoder"])
