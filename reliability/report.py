@@ -82,6 +82,7 @@ LAW_COLUMNS = {
     "a quicker network is no slower": "network",
     "a larger space is no slower": "space",
     "other processes write the same bytes": "bytes",
+    "no shape's bound is above its best plan": "bounds",
 }
 """Laws, and the heads of their columns; one that is not named here has a column of its own name."""
 

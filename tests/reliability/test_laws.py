@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
-from laws import TARGETS, Tally, check, check_elsewhere, random_job
+from laws import BOUNDS, TARGETS, Tally, check, check_bounds, check_elsewhere, random_job
 
 import mist_megatron as mm
+from mist_megatron.search import queue
 
 JOBS_EACH = 4
 SLOW = {7, 11, 14, 27, 32}
@@ -68,3 +69,25 @@ def test_what_emit_refuses_no_search_begins() -> None:
         odd = replace(job["model"], **model)
         with pytest.raises(mm.InputError, match=words):
             mm.tune(**{**job, "model": odd})
+
+
+@pytest.mark.parametrize("seed", [3, 8, 10, 43])
+def test_no_bound_is_above_the_best_plan_of_its_shape(seed: int) -> None:
+    """Two dense jobs of DeepSpeed, one of Mist, and a mixture."""
+    tally = Tally()
+    check_bounds(seed, tally, most=20)
+    assert tally.held[BOUNDS] == 1 and tally.shapes, tally.broke
+
+
+def test_a_bound_that_is_too_high_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = queue._of_shapes
+
+    def higher(question, items):
+        pairs = usual(question, items)
+        return [(replace(bound, value_s=1.5 * bound.value_s), shape) for bound, shape in pairs]
+
+    monkeypatch.setattr(queue, "_of_shapes", higher)
+    tally = Tally()
+    check_bounds(10, tally, most=20)
+    assert tally.broke[BOUNDS] and not tally.held[BOUNDS]
+    assert queue._of_shapes is higher
