@@ -1,14 +1,16 @@
 """Laws that hold for every job, tried on random ones through the Python API.
 
-    python reliability/laws.py [--jobs 500] [--seed 1] [--brief] [--bounds] [--record]
+    python reliability/laws.py [--jobs 500] [--seed 1] [--brief] [--switched | --bounds] [--record]
 
 Each job is small, of any target, with odd batches, nodes of three GPUs, short memory and slow links among
 them. Of its best plan is asked: that `predict` tells the same of it and finds that it fits; that what
 `explain` prints ends at that time; that its target's files can be written; that events tell its time within
 3 %; that it stays the best whatever `--top` is, and when its own sizes are fixed, in any order; that more
 memory, quicker links or a larger space give no slower plan; and that another process, of another hash seed
-and with two workers, writes the same to the last byte. `--bounds` asks another law, of jobs whose links are
-drawn too: that the bounds by which a search proves its plan are no higher than the shapes' own best plans.
+and with two workers, writes the same to the last byte. `--switched` asks all but the last of jobs of Megatron
+with something fixed that is seldom the best: modules whose activations leave or that are run again, sharded
+weights, graphs, traffic beside products. `--bounds` asks another law, of jobs whose links are drawn too: that
+the bounds by which a search proves its plan are no higher than the shapes' own best plans.
 Printed: how often each law held, and every job that broke one; a traceback breaks one too.
 """
 
@@ -142,11 +144,43 @@ def mixture(model: mm.ModelSpec, rng: random.Random) -> mm.ModelSpec:
     return replace(model, name="small mixture", gated_mlp=True, activation="silu", experts=experts)
 
 
+def switched_job(seed: int) -> dict[str, Any]:
+    """Of Megatron, with something fixed that is seldom the best: most often modules whose activations go."""
+    job, rng = random_job(seed), random.Random(f"switches of {seed}")
+    job["target"], patched = "megatron", job["target"] == "megatron+patches"
+    if job["model"].experts is None and rng.random() < 0.3:
+        job["model"] = mixture(job["model"], rng)
+    job["memory_limit"] = f"{rng.choice([2, 3, 4, 8])}GiB"
+    switch = rng.choice(["offload_modules"] * 3 + ["recompute_modules"] + [f"{name}=1" for name in SWITCHES])
+    if switch == "offload_modules":
+        switch = f"{switch}={'+'.join(modules_that_leave(job['model'], rng))}"
+    elif switch == "recompute_modules":
+        job["target"] = "megatron+patches" if patched else "megatron"
+        again = ("core_attn", "mlp", *(("moe_act", "layernorm") if job["model"].experts else ()))
+        switch = f"{switch}={'+'.join(rng.sample(again, rng.randint(1, len(again))))}"
+    return {**job, "fix": [switch]}
+
+
+SWITCHES = ("tp_comm_overlap", "megatron_fsdp", "cuda_graphs", "expert_overlap", "delayed_weight_grad")
+
+
+def modules_that_leave(model: mm.ModelSpec, rng: random.Random) -> list[str]:
+    """Some of those that a model has. What attention's last product reads leaves with the core's output."""
+    there = ["qkv_linear", "core_attn", "attn_proj"]
+    there += ["mlp_norm", "expert_fc1", "moe_act"] if model.experts is not None else []
+    some = rng.sample(there, rng.randint(1, len(there)))
+    return some if "core_attn" in some or "attn_proj" not in some else [*some, "core_attn"]
+
+
 def best(job: Mapping[str, Any], **changed: Any) -> mm.Tuned | None:
-    """The answer of `tune`; None where nothing fits."""
+    """The answer of `tune`; None where nothing fits, or what is fixed is refused."""
     try:
         return mm.tune(**{"top": 1, **job, **changed})
     except mm.NoFeasiblePlan:
+        return None
+    except mm.InputError:
+        if "fix" not in job:
+            raise
         return None
 
 
@@ -187,7 +221,7 @@ def check(job: Mapping[str, Any], tally: Tally, *, brief: bool = False) -> None:
     several = best(job, top=3)
     kept = several is not None and several.plan.stages == plan.stages
     tally.law("the best is the same whatever --top is", kept, job)
-    sizes, used = own_sizes(plan), used_gpus(plan)
+    sizes, used = [*job.get("fix", ()), *own_sizes(plan)], used_gpus(plan)
     own = best(job, fix=sizes, **used)
     same_order = same_plan(own, best(job, fix=sizes[::-1], **used))
     tally.law("the order of options changes nothing", same_order, job)
@@ -353,18 +387,18 @@ def bounds_tried(jobs: int, seed: int) -> Tally:
     return tally
 
 
-def tried(jobs: int, seed: int, *, brief: bool = False) -> Tally:
-    tally = Tally()
+def tried(jobs: int, seed: int, *, brief: bool = False, switched: bool = False) -> Tally:
+    tally, job_of = Tally(), switched_job if switched else random_job
     for number in range(jobs):
         tally.seed = seed * 1_000_000 + number
-        job = random_job(tally.seed)
+        job = job_of(tally.seed)
         try:
             check(job, tally, brief=brief)
         except Exception as error:  # the other jobs are tried all the same
             tally.law(ENDS, False, job, f"{type(error).__name__}: {error}")
         else:
             tally.law(ENDS, True, job)
-        if not brief and number % ELSEWHERE_EACH == 0:
+        if not (brief or switched) and number % ELSEWHERE_EACH == 0:
             check_elsewhere(tally.seed, tally)
     return tally
 
@@ -374,13 +408,15 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--brief", action="store_true", help="one search a job: laws of its one best plan")
-    parser.add_argument("--bounds", action="store_true", help="the law of bounds alone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--switched", action="store_true", help="jobs of Megatron with something fixed")
+    which.add_argument("--bounds", action="store_true", help="the law of bounds alone")
     parser.add_argument("--record", nargs="?", const="", metavar="CONDITIONS", help="into results/laws.json")
     asked = parser.parse_args()
     if asked.bounds:
         tally = bounds_tried(asked.jobs, asked.seed)
     else:
-        tally = tried(asked.jobs, asked.seed, brief=asked.brief)
+        tally = tried(asked.jobs, asked.seed, brief=asked.brief, switched=asked.switched)
     if asked.record is not None:
         counts = {
             law: (tally.held[law], len(tally.broke.get(law, ()))) for law in {*tally.held, *tally.broke}

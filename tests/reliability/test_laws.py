@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
-from laws import BOUNDS, TARGETS, Tally, check, check_bounds, check_elsewhere, random_job
+from laws import BOUNDS, TARGETS, Tally, check, check_bounds, check_elsewhere, random_job, switched_job
 
 import mist_megatron as mm
 from mist_megatron.search import queue
@@ -51,6 +51,15 @@ def test_traffic_beside_products_wants_the_sequence_shared_out() -> None:
     check(random_job(102_000_012), tally, brief=True)
     assert not tally.broke and tally.held["predict tells what tune told"] == 1
     assert tally.held["its files can be written"] == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 5, 22])
+def test_laws_hold_of_what_is_seldom_the_best(seed: int) -> None:
+    """Modules of dense layers or experts whose activations go, traffic beside products, sharded weights."""
+    tally = Tally()
+    check(switched_job(seed), tally, brief=True)
+    assert not tally.broke, tally.broke
+    assert tally.held["explain ends at what predict tells"] == 1
 
 
 def test_another_process_writes_the_same_bytes() -> None:
