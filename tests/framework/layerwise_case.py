@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import sys
@@ -143,8 +144,10 @@ def trained(folders: Sequence[str]) -> None:
     threads, more often than all else with those of thirty plans, and torch keeps meshes of groups that are
     gone."""
     import layerwise_peak
-    import parallelize  # noqa: F401  # once for all
+    import parallelize  # noqa: F401  # once for all, as is what reads plans, with what it imports when it first does
 
+    plan_from_text(Path(folders[0], "plan.yaml").read_text())
+    gc.freeze()  # nothing for a fork's collector to go through, which would copy it
     rank, count, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     for model, alike in groupby(sorted(folders, key=model_of), model_of):
         if (child := os.fork()) == 0:

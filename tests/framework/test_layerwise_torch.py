@@ -53,7 +53,6 @@ MODELS = {
     "swin": swin_groups("swin", (32, 16, 4, 4), ((2, 2), (2, 4)), vocab=10, patch_elements=48),
 }
 MIXED = {
-    "gpt one": [stage(4, 4, "sdp4+ckpt", "dp2-tp2", "tp4", "tp2-sdp2")],
     "gpt two": [stage(2, 2, "sdp2+ckpt", "tp2"), stage(2, 2, "dp2", "sdp2")],
     "gpt edges": [replace(stage(4, 4, "sdp4+ckpt", *["dp2-tp2"] * 3), embedding="tp4", head="dp4")],
     "tied one": [stage(4, 4, "sdp2-tp2", "dp2-tp2", "tp4", "sdp2-tp2")],
@@ -79,7 +78,6 @@ adds partial products where the whole model has one, and more ranks add as gloo 
 KEPT = {
     "gpt one": [stage(4, 4, "sdp4", "dp2-tp2", "tp4", "tp2-sdp2")],
     "gpt ckpt": [stage(4, 4, "sdp4+ckpt", "dp4+ckpt", "dp4", "tp4")],
-    "gpt two": [stage(4, 2, "sdp2", "tp2"), stage(4, 2, "dp2", "sdp2")],
     "tied two": [stage(4, 2, "sdp2", "tp2"), stage(4, 2, "dp2", "sdp2")],
     "seeing one": [stage(4, 4, "sdp4", "dp2-tp2", "tp4", "tp2-sdp2", "dp4", "sdp4+ckpt")],
     "seeing two": [stage(4, 2, "sdp2", "dp2", "sdp2"), stage(4, 2, "dp2", "tp2", "sdp2")],
