@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.borders import border_seconds, exchanges_seconds, parts_moved
 from mist_megatron.cost.boundary import hop_seconds
@@ -46,7 +47,7 @@ def plan_of_grids(*grids: tuple[int, int], target: str = "megatron+patches", mic
 
 def evaluator_for_plan(plan: Plan) -> StageEvaluator:
     job = job_of(plan)
-    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
 
 
 @pytest.mark.parametrize(

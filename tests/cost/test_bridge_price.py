@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import bridged, grid_of, job_of
@@ -50,7 +51,7 @@ def plan_of(second_tp: int, *, sequence_parallel: bool) -> Plan:
 def hop_s(plan: Plan, *, bridge: bool) -> float:
     profile, rates = datasheet_profile(plan.cluster.gpu), rates_of(plan.cluster, "bf16")
     prices = Links(profile=profile, rates=rates)
-    evaluator = make_evaluator(job_of(plan), prices)
+    evaluator = make_evaluator(job_of(plan), prices, cache=KEPT)
     grid = replace(grid_of(plan, 0), bridged=bridge)
     return float(evaluator.terms(grid).stable["pipeline_p2p"].fixed)
 

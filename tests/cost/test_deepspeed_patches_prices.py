@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from kept_programs import KEPT
 from test_evaluate_terms import GRID, PARAMETERS, array, terms_of
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
@@ -135,7 +136,7 @@ def evaluator(*, decoupled: bool) -> StageEvaluator:
         target="deepspeed+patches",
         execution=Execution(decoupled_step=True if decoupled else None),
     )
-    return make_evaluator(job, datasheet_prices(cluster, "bf16"))
+    return make_evaluator(job, datasheet_prices(cluster, "bf16"), cache=KEPT)
 
 
 def memory(zero: int, optimizer: float, *, decoupled: bool = False) -> dict[str, float]:

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
@@ -95,7 +96,7 @@ def test_ranks_agree_on_maxima_behind_every_pass(runs_dir):
     for recipe in ("delayed", "tensorwise"):
         told = replace(plan, execution=replace(plan.execution, quantization=recipe))
         prices = SlowMaxima(datasheet_prices(told.cluster, "fp8"))
-        predicted = predict(told, make_evaluator(job_of(told), prices))
+        predicted = predict(told, make_evaluator(job_of(told), prices, cache=KEPT))
         seconds[recipe] = predicted.stages[1].stable_terms_s[Term.HOST_WORK]
         assert prices.asked == ({("all_reduce", 128.0, 16.0)} if recipe == "delayed" else set())
     assert seconds["delayed"] - seconds["tensorwise"] == pytest.approx(2 * 12 * 1e-3)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import StageEvaluator, StageGrid, make_evaluator
 from mist_megatron.price.datasheet import datasheet_prices
@@ -45,7 +46,7 @@ def job(target: str = "mist", model: str = "gpt3-7b", **changes: object) -> Job:
 
 def evaluator(target: str = "mist", model: str = "gpt3-7b", **changes: object) -> StageEvaluator:
     asked = job(target, model, **changes)
-    return make_evaluator(asked, datasheet_prices(asked.cluster, asked.training.precision))
+    return make_evaluator(asked, datasheet_prices(asked.cluster, asked.training.precision), cache=KEPT)
 
 
 @pytest.fixture(scope="module")
@@ -160,10 +161,10 @@ def test_ends_of_the_pipeline_cost_more_than_its_middle(mist: StageEvaluator) ->
 def test_terms_can_be_left_out_by_name() -> None:
     asked = job("megatron")
     prices = datasheet_prices(asked.cluster, asked.training.precision)
-    whole = make_evaluator(asked, prices).terms(one())
-    bare = make_evaluator(asked, prices, without=frozenset({"pipeline_p2p", "optimizer_compute"})).terms(
-        one()
-    )
+    whole = make_evaluator(asked, prices, cache=KEPT).terms(one())
+    bare = make_evaluator(
+        asked, prices, without=frozenset({"pipeline_p2p", "optimizer_compute"}), cache=KEPT
+    ).terms(one())
     assert set(whole.stable) - set(bare.stable) == {"pipeline_p2p"}
     assert set(whole.delta) - set(bare.delta) == {"optimizer_compute"}
 

@@ -8,6 +8,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.calibrate.profiles import profile_named
 from mist_megatron.cost.evaluate import make_evaluator
@@ -56,7 +57,7 @@ def plan_of(
 
 
 def predicted(plan):
-    return predict(plan, make_evaluator(job_of(plan), datasheet_prices(plan.cluster, "bf16")))
+    return predict(plan, make_evaluator(job_of(plan), datasheet_prices(plan.cluster, "bf16"), cache=KEPT))
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (4, 1), (16, 1), (8, 2)])
@@ -242,7 +243,7 @@ def test_tokens_on_their_way_are_a_term_of_their_own_and_hide_beside_another_mic
 
 def test_dispatch_and_combine_are_events() -> None:
     plan = plan_of(expert_parallel=16)
-    evaluator = make_evaluator(job_of(plan), datasheet_prices(plan.cluster, "bf16"))
+    evaluator = make_evaluator(job_of(plan), datasheet_prices(plan.cluster, "bf16"), cache=KEPT)
     simulation = simulate(plan, evaluator)
     assert {"dispatch", "combine"} <= set(simulation.built.kind)
     assert simulation.iteration_s == pytest.approx(predicted(plan).iteration_s, rel=0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import job_of, predict
@@ -66,7 +67,9 @@ def of_layers(count: int) -> Plan:
 
 def activations(asked: Plan) -> float:
     job = job_of(asked)
-    told = predict(asked, make_evaluator(job, datasheet_prices(job.cluster, job.training.precision)))
+    told = predict(
+        asked, make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
+    )
     return told.stages[0].memory_terms_bytes["activations"]
 
 

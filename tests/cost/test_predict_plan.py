@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.flops import model_flops
@@ -41,7 +42,7 @@ stages:
 
 def evaluator_of(plan: Plan) -> StageEvaluator:
     job = job_of(plan)
-    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
 
 
 @pytest.fixture(scope="module")

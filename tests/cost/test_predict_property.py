@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import job_of, predict, prediction_document
@@ -103,7 +104,7 @@ def numbers(value: object) -> list[float]:
 @given(plans())
 def test_every_valid_plan_has_a_price(plan: Plan) -> None:
     job = job_of(plan)
-    evaluator = make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+    evaluator = make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
     prediction = predict(plan, evaluator)
     assert all(math.isfinite(n) for n in numbers(prediction_document(prediction)))
     assert prediction.iteration_s > 0

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs the test framework environment")
 import warm_start_server
 from deepspeed_buckets import CASES
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import make_evaluator
 from mist_megatron.cost.predict import grid_of, job_of
@@ -56,7 +57,10 @@ def plan_of(level: int, overlaps: bool) -> Plan:
 def test_buckets_are_as_many_and_as_long_as_deepspeed_s(level: int, overlaps: bool, held: dict) -> None:
     found = held[f"{level} {overlaps}"]
     plan = plan_of(level, overlaps)
-    evaluator, grid = make_evaluator(job_of(plan), datasheet_prices(CLUSTER, "bf16")), grid_of(plan, 0)
+    evaluator, grid = (
+        make_evaluator(job_of(plan), datasheet_prices(CLUSTER, "bf16"), cache=KEPT),
+        grid_of(plan, 0),
+    )
     buffers = float(evaluator.memory_terms(grid)["buffers"])
     at_step = buffers + float(evaluator.memory_moments(grid)["beyond.step"])
     larger = MEMORY.bucket_elements / ELEMENTS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from kept_programs import KEPT
+
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import Prediction, job_of, predict
@@ -37,7 +39,7 @@ def small_job(
 
 
 def evaluator_of(job: Job) -> StageEvaluator:
-    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
 
 
 @lru_cache(maxsize=1024)

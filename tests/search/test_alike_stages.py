@@ -7,8 +7,9 @@ their layers, of which those between the ends differ by one at most.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def executions(cp: int, tp: int, *, sliced: bool) -> Iterator[Execution]:
             )
 
 
-def every_plan(job: Job) -> Iterator[Plan]:
+def every_plan(job: Job) -> Iterator[Callable[[], Plan]]:
+    """What makes each: to make them all takes longer than to price those that are drawn."""
     for stages, tp, cp, dp in meshes(job):
         gpus, per_node = tp * cp * dp, job.cluster.gpus_per_node
         if gpus > per_node and gpus % per_node:
@@ -98,7 +100,7 @@ def every_plan(job: Job) -> Iterator[Plan]:
 
 def plans_of(
     job: Job, split: tuple[int, ...], sizes: tuple[int, int, int, int], *, sliced: bool
-) -> Iterator[Plan]:
+) -> Iterator[Callable[[], Plan]]:
     tp, cp, dp, vpp = sizes
     gpus, per_node, batch = tp * cp * dp, job.cluster.gpus_per_node, job.training.global_batch
     for micro_batch, zero in itertools.product(range(1, batch // dp + 1), (0, 1)):
@@ -107,54 +109,61 @@ def plans_of(
         for again in {0, 1, max(map(max, chunk_layers(split, vpp)))}:
             ckpt = [recomputed_of(chunks, again) for chunks in chunk_layers(split, vpp)]
             for execution in executions(cp, tp, sliced=sliced):
-                try:
-                    yield Plan(
-                        model=job.model,
-                        training=job.training,
-                        cluster=job.cluster,
-                        target="megatron",
-                        grad_accum=batch // dp // micro_batch,
-                        stages=tuple(
-                            StagePlan(
-                                layers=layers,
-                                nodes=max(gpus // per_node, 1),
-                                gpus_per_node=min(gpus, per_node),
-                                dp=dp,
-                                tp=tp,
-                                micro_batch=micro_batch,
-                                zero=1 if zero else 0,
-                                ckpt=count,
-                            )
-                            for layers, count in zip(split, ckpt, strict=True)
-                        ),
-                        schedule=usual_schedule(vpp),
-                        vpp=vpp,
-                        sequence_parallel=sliced,
-                        execution=execution,
-                    )
-                except InputError:
-                    continue  # interleaving that Megatron refuses
+                yield partial(
+                    Plan,
+                    model=job.model,
+                    training=job.training,
+                    cluster=job.cluster,
+                    target="megatron",
+                    grad_accum=batch // dp // micro_batch,
+                    stages=tuple(
+                        StagePlan(
+                            layers=layers,
+                            nodes=max(gpus // per_node, 1),
+                            gpus_per_node=min(gpus, per_node),
+                            dp=dp,
+                            tp=tp,
+                            micro_batch=micro_batch,
+                            zero=1 if zero else 0,
+                            ckpt=count,
+                        )
+                        for layers, count in zip(split, ckpt, strict=True)
+                    ),
+                    schedule=usual_schedule(vpp),
+                    vpp=vpp,
+                    sequence_parallel=sliced,
+                    execution=execution,
+                )
+
+
+def drawn(job: Job, seed: int) -> Iterator[Plan]:
+    """All that Megatron takes, in an order by chance."""
+    every = list(every_plan(job))
+    for place in np.random.default_rng(seed).permutation(len(every)):
+        try:
+            plan = every[place]()
+        except InputError:
+            continue  # interleaving that Megatron refuses
+        if not violations(plan):
+            yield plan
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_plan_beats_what_is_told(seed: int) -> None:
     job = random_job(seed)
     found = searched(job)
-    rng = np.random.default_rng(seed)
-    plans = [plan for plan in every_plan(job) if not violations(plan)]
-    evaluators = {e: evaluator_of(replace(job, execution=e)) for e in {plan.execution for plan in plans}}
-    fits = 0
-    for place in rng.permutation(len(plans))[:200]:
-        told = predict(plans[place], evaluators[plans[place].execution])
+    own, fits = cache(lambda execution: evaluator_of(replace(job, execution=execution))), 0
+    for plan in itertools.islice(drawn(job, seed), 200):
+        told = predict(plan, own(plan.execution))
         fits += told.fits
         if told.fits:
-            assert found is not None and found.objective_s <= told.iteration_s * (1 + 1e-9), plans[place]
+            assert found is not None and found.objective_s <= told.iteration_s * (1 + 1e-9), plan
     assert found is None or fits
     if found is not None:
         best = found.solutions[0]
-        plan = plan_of(evaluators[best.execution], best)
+        plan = plan_of(own(best.execution), best)
         require_emittable(plan)
-        assert predict(plan, evaluators[best.execution]).iteration_s == pytest.approx(found.objective_s)
+        assert predict(plan, own(best.execution)).iteration_s == pytest.approx(found.objective_s)
 
 
 def test_sequences_are_split_where_that_is_asked_for() -> None:

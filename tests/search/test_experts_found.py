@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import predict
@@ -111,21 +112,6 @@ to list."""
 @lru_cache(maxsize=1024)
 def evaluator_of(job: Job) -> StageEvaluator:
     return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
-
-
-class Kept(dict[str, bytes]):
-    """Programs of this process."""
-
-    def read(self, name: str, most_bytes: int) -> bytes | None:
-        return self.get(name)
-
-    def write(self, name: str, data: bytes) -> None:
-        self[name] = data
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-KEPT = Kept()
 
 
 def searched(job: Job, limits: Limits | None = None, **settings: int) -> SearchResult | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import small_job
+from kept_programs import KEPT
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
@@ -86,7 +87,7 @@ def test_what_is_reduced_beside_a_pass_bounds_what_is_reduced_after_it(seed):
         else Interfering(job, 2.0, 2.0)
     )
     beside_job = replace(job, execution=Execution(overlap_grad_reduce=True))
-    after, beside = (asked(one, make_evaluator(one, prices)) for one in (job, beside_job))
+    after, beside = (asked(one, make_evaluator(one, prices, cache=KEPT)) for one in (job, beside_job))
     assert reduces_beside(beside_job, after.evaluator)
     known = Known(job=beside_job, space=beside.space, step=beside.step, bounds=bounds_of(beside))
     own = bounds_of(after)
@@ -108,7 +109,7 @@ def test_reducing_beside_a_pass_never_takes_longer():
         job = replace(random_job(rng), target=("megatron", "megatron+patches")[seed % 2])
         prices = Interfering(job, *((2.0, 2.0), (1.2, 1.9), (1.9, 1.2), (1.05, 5.0))[seed % 4])
         beside_job = replace(job, execution=Execution(overlap_grad_reduce=True))
-        after, beside = (asked(one, make_evaluator(one, prices)) for one in (job, beside_job))
+        after, beside = (asked(one, make_evaluator(one, prices, cache=KEPT)) for one in (job, beside_job))
         if not reduces_beside(beside_job, after.evaluator):
             continue
         own, there = bounds_of(after), bounds_of(beside)
@@ -121,7 +122,7 @@ def test_reducing_beside_a_pass_never_takes_longer():
 @pytest.mark.parametrize("slow", [(2.5, 2.5), (3.0, 1.6), (0.9, 1.0)])
 def test_streams_that_lose_by_running_together_tell_nothing(slow):
     job = small_job("megatron+patches", gpus=2)
-    evaluator = make_evaluator(job, Interfering(job, *slow))
+    evaluator = make_evaluator(job, Interfering(job, *slow), cache=KEPT)
     assert not reduces_beside(replace(job, execution=Execution(overlap_grad_reduce=True)), evaluator)
 
 

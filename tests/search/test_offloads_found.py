@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+from kept_programs import KEPT
 
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.cost.predict import predict
@@ -80,7 +81,7 @@ def random_job(seed: int) -> Job:
 
 @lru_cache(maxsize=256)
 def evaluator_of(job: Job) -> StageEvaluator:
-    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision))
+    return make_evaluator(job, datasheet_prices(job.cluster, job.training.precision), cache=KEPT)
 
 
 def searched(job: Job, limits: Limits | None = None) -> SearchResult | None:
