@@ -28,24 +28,25 @@ from mist_megatron.spec.recompute import RECOMPUTES, Recompute
 Pair = tuple[EqualBound, EqualPipeline]
 Floored = tuple[float, EqualPipeline]
 """Seconds that no plan of a shape beats."""
-AT_ONCE = 64
-"""Shapes in one call."""
+AT_ONCE = 4096
+"""Numbers of recomputed layers in one call, over all shapes."""
 
 
 def rooms(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> dict[EqualPipeline, Array]:
     """By shape and split of its layers: what recomputation adds to t of every stage at least, infinite where
     nothing fits. Only for spaces in which nothing is kept in host memory and stages are alike."""
-    groups: dict[tuple[object, ...], list[EqualPipeline]] = {}
+    groups: dict[bool, list[EqualPipeline]] = {}
     for shape in shapes:
-        groups.setdefault((shape.sequence_parallel, shape.vpp > 1), []).append(shape)
+        groups.setdefault(shape.sequence_parallel, []).append(shape)
     added_s: dict[EqualPipeline, Array] = {}
-    for members in groups.values():
-        for begin in range(0, len(members), AT_ONCE):
+    layers = question.evaluator.job.model.layers
+    for members, recompute in product(groups.values(), question.space.recompute):
+        whole = RECOMPUTES[recompute].whole_layers
+        at_once = AT_ONCE // (len(ckpt_counts(question.space, layers, 1)) if whole else 1)
+        for begin in range(0, len(members), max(at_once, 1)):
             question.tick()
-            some = members[begin : begin + AT_ONCE]
-            for recompute in question.space.recompute:
-                for shape, more_s in _added(question, some, recompute):
-                    added_s[shape] = np.minimum(added_s.get(shape, np.inf), more_s)
+            for shape, more_s in _added(question, members[begin : begin + max(at_once, 1)], recompute):
+                added_s[shape] = np.minimum(added_s.get(shape, np.inf), more_s)
     return added_s
 
 
@@ -119,22 +120,33 @@ def _added(
         alike.setdefault((shape.stages, shape.vpp), []).append(row)
     splits = {key: _Splits.of(question, shapes[rows[0]], whole_layers=whole) for key, rows in alike.items()}
     fitting = _all_fitting(question, shapes, splits, alike, recompute)
-    again_s, some = np.zeros(len(shapes)), _left(alike, fitting)
-    again_s[some] = _slopes(question, [shapes[row] for row in some], recompute)
+    fewest: dict[tuple[int, int], Array] = {}
+    asked: list[int] = []
     for key, rows in alike.items():
-        table, counts, _ = splits[key]
-        fits = fitting[key]
-        fewest = table.min(axis=1).reshape(-1, 1)
-        repeated = fewest
-        if whole:
-            stages, vpp = key
-            kept = vpp * np.maximum(-(-table.max(axis=1).reshape(-1, 1) // vpp) - counts, 0.0)
-            repeated = np.maximum(fewest - kept, 0.0) if stages > 1 else np.minimum(fewest, counts)
-        elif least_recompute(question.space) == recompute:
-            # Bounds of spaces without whole layers count it.
-            repeated = 0 * fewest
-        added_s = np.where(fits, again_s[rows].reshape(-1, 1, 1) * repeated, np.inf).min(axis=-1)
+        repeated = _repeated(question, splits[key], key, recompute)
+        fewest[key] = np.where(fitting[key], repeated, np.inf).min(axis=-1)
+        # Where something fits with nothing run again nobody asks what that takes.
+        some = (np.isfinite(fewest[key]) & (fewest[key] > 0.0)).any(axis=1)
+        asked += [rows[k] for k in np.flatnonzero(some)]
+    again_s = np.zeros(len(shapes))
+    again_s[asked] = _slopes(question, [shapes[row] for row in asked], recompute)
+    for key, rows in alike.items():
+        fits = np.isfinite(fewest[key])
+        added_s = np.where(fits, again_s[rows].reshape(-1, 1) * np.where(fits, fewest[key], 0.0), np.inf)
         yield from ((shapes[row], each_s) for row, each_s in zip(rows, added_s, strict=True))
+
+
+def _repeated(question: SearchProblem, splits: _Splits, key: tuple[int, int], recompute: Recompute) -> Array:
+    """Of how many layers at least, by split and number of recomputed layers, each stage runs something again
+    that its bound does not count."""
+    table, counts, _ = splits
+    stages, vpp = key
+    fewest = np.asarray(table.min(axis=1).reshape(-1, 1), dtype=np.float64)
+    if RECOMPUTES[recompute].whole_layers:
+        kept = vpp * np.maximum(-(-table.max(axis=1).reshape(-1, 1) // vpp) - counts, 0.0)
+        return np.maximum(fewest - kept, 0.0) if stages > 1 else np.minimum(fewest, counts)
+    # Bounds of spaces without whole layers count it.
+    return 0.0 * fewest if least_recompute(question.space) == recompute else fewest
 
 
 def _all_fitting(
@@ -208,14 +220,14 @@ def _padded(rows: Sequence[Array | Ints]) -> Array:
 def _slopes(question: SearchProblem, shapes: Sequence[EqualPipeline], recompute: Recompute) -> Array:
     """What running a layer again, or parts of it, adds to t at least, by shape. Where sends or gathered
     weights take longer than what is computed beside them, part of it takes no time."""
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[int, bool], list[int]] = {}
     for row, shape in enumerate(shapes):
-        alike.setdefault((shape.nodes, shape.gpus_per_node, shape.stages, shape.vpp), []).append(row)
+        alike.setdefault((min(shape.stages, 3), shape.vpp > 1), []).append(row)
     added_s = np.zeros(len(shapes))
-    for (_, _, stages, vpp), rows in alike.items():
+    for (stages, chunked), rows in alike.items():
         some = [shapes[row] for row in rows]
         last = stages - 1
-        positions = (0, min(1, last), last) if vpp > 1 else (min(1, last),)
+        positions = (0, min(1, last), last) if chunked else (min(1, last),)
         roles = {role_of(at, stages) for at in positions}
         levels = sorted({level for shape in some for level in _levels(question, shape)})
         least_s = np.full(len(rows), np.inf)
@@ -252,10 +264,14 @@ def _grid(
     def column(size: str) -> Array:
         return np.array([getattr(shape, size) for shape in shapes], dtype=np.float64).reshape(-1, 1, 1)
 
+    def shared(size: str) -> int | Array:
+        sizes = {getattr(shape, size) for shape in shapes}
+        return int(sizes.pop()) if len(sizes) == 1 else column(size)
+
     return StageGrid(
         role=role,
-        nodes=first.nodes,
-        gpus_per_node=first.gpus_per_node,
+        nodes=shared("nodes"),
+        gpus_per_node=shared("gpus_per_node"),
         sequence_parallel=first.sequence_parallel,
         recompute=recompute,
         layers=one,
@@ -271,6 +287,6 @@ def _grid(
         etp=column("etp"),
         # Of models with experts all shapes of a search have as many.
         instances=one * first.instances[0],
-        stages=first.stages,
-        vpp=first.vpp,
+        stages=shared("stages"),
+        vpp=shared("vpp"),
     )

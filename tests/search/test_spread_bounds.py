@@ -32,13 +32,14 @@ def test_no_plan_of_a_shape_beats_its_bounds(seed: int) -> None:
     found = list(families(choice.job, space, Limits()))
     floors_s = {shape: s for s, shape in SpreadShapes(question, found, every).below(math.inf)}
     bounds_s = {
-        shape: bound.value_s for bound, shape in ordered_spread(question, found, every).below(math.inf)
+        shape: bound.value_s
+        for bound, shape in ordered_spread(question, found, every).queues[0].below(math.inf)
     }
     listed = list(shapes(choice.job, space, Limits()))
     for place in rng.permutation(len(listed))[:24]:
         shape = listed[place]
         bound = (
-            next(b for b, s in ordered_spread(question, [_alone(shape)], every).below(math.inf))
+            next(b for b, s in ordered_spread(question, [_alone(shape)], every).queues[0].below(math.inf))
             if (shape in bounds_s)
             else None
         )
