@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mist_megatron.errors import ProfileError
 from mist_megatron.price.attention_kernels import capped_scores, narrow_heads
 from mist_megatron.price.expert_prices import Curve, exchange_s, grouped_s
+from mist_megatron.price.kept import kept
 from mist_megatron.price.prices import (
     BACKWARD_KERNELS,
     EXACT,
@@ -206,6 +207,7 @@ class ProfilePrices:
     loaded_share: float = 1.0
     """What GPUs that all send at once get of a link's measured rate, each."""
 
+    @kept
     def of(self, work: Work) -> Priced:
         """What a piece of work takes with the device for itself."""
         match work:
