@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mist_megatron.calibrate.profiles import profile_of
 from mist_megatron.errors import InputError
 from mist_megatron.formats.files import CacheFolder
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.term import SWITCHABLE
 
 if TYPE_CHECKING:
@@ -174,6 +175,6 @@ class Sharing:
         if execution not in self.made:
             self.made[execution] = self._evaluator_of(job)
             evaluator = self.made[execution].evaluator
-            beside = replace(execution, tp_comm_overlap=None, overlap_param_gather=None, expert_overlap=None)
+            beside = varied(execution, tp_comm_overlap=None, overlap_param_gather=None, expert_overlap=None)
             evaluator.share(self._alike.setdefault(beside, evaluator))
         return self.made[execution].evaluator

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 from mist_megatron.cost.narrow import weight_beyond_bytes
 from mist_megatron.cost.stage import StageProgram, stage_program_from_document
 from mist_megatron.price.compiled_kernels import compiled_slowdown
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.table import TARGETS
 
@@ -61,7 +61,7 @@ def stage_program(job: Job, store: Store | None) -> StageProgram:
         "hpz_size": None,
     }
     # When weights are gathered changes neither what a layer does nor what a stage holds.
-    execution = replace(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
+    execution = varied(job.execution, context_parallel=1, overlap_param_gather=None, **sizes)
     eight_bit = training.precision == "fp8"
     described = repr(
         (

@@ -8,7 +8,6 @@ it sends, keeps no less, and changes nothing else: on the same shape it has no f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -16,18 +15,19 @@ from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.layer_floors import Ranks, grids_of, ranks_of
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.ways import Way
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
 
 
 def ring_of(execution: Execution) -> Execution:
     """The same with the ring in place of another exchange."""
-    return replace(execution, context_exchange=None, context_inner=None)
+    return varied(execution, context_exchange=None, context_inner=None)
 
 
 def _of_attention(execution: Execution) -> Execution:
     """What of an execution matters to attention and to what runs beside it."""
-    same = replace(execution, recompute_modules=None, offload_modules=None, overlap_param_gather=None)
-    return replace(same, expert_dispatcher=None, expert_overlap=None, shared_expert_overlap=None)
+    same = varied(execution, recompute_modules=None, offload_modules=None, overlap_param_gather=None)
+    return varied(same, expert_dispatcher=None, expert_overlap=None, shared_expert_overlap=None)
 
 
 class HiddenRings:

@@ -185,7 +185,9 @@ def _choices(choice: ExecutionChoice, space: Space) -> Iterator[ExecutionChoice]
     """The same with what is left open of recomputed modules, and of mixtures."""
     job, limits = choice.job, choice.limits
     if job.model.routed is not None:
-        yield from (_mixed(choice, way) for way in mixture_ways(job, space, limits))
+        known: dict[int, ExecutionChoice] = {}
+        several = mixture_ways(job, space, limits)
+        yield from (_mixed(choice, way, known) for way in several)
         return
     ways = graph_ways(job, space, limits)
     made = [_of_modules(choice, way, space) for way in ways]
@@ -221,18 +223,22 @@ def _graphed(ways: Sequence[Sequence[ExecutionChoice]]) -> Iterator[ExecutionCho
     yield from (replace(choice, after=(one,)) for choice, one in zip(others, same, strict=True))
 
 
-def _mixed(choice: ExecutionChoice, way: MixtureWay) -> ExecutionChoice:
+def _mixed(choice: ExecutionChoice, way: MixtureWay, known: dict[int, ExecutionChoice]) -> ExecutionChoice:
+    """`known` has those of ways by their identities: many come after several others."""
+    if id(way) in known:
+        return known[id(way)]
     least = way.least
-    return replace(
+    known[id(way)] = replace(
         choice,
         job=replace(choice.job, execution=way.execution),
         limits=way.limits,
         paired=way.paired,
         sends=choice.sends or way.sends,
         chunked=choice.chunked and way.chunked,
-        after=tuple(_mixed(choice, other) for other in way.after),
-        least=None if least is None or least is way else _mixed(choice, least),
+        after=tuple(_mixed(choice, other, known) for other in way.after),
+        least=None if least is None or least is way else _mixed(choice, least, known),
     )
+    return known[id(way)]
 
 
 def _none_open(job: Job, space: Space, limits: Limits) -> str:

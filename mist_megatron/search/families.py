@@ -11,7 +11,7 @@ from mist_megatron.search.assign import Size
 from mist_megatron.search.borders import ROLES
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.experts import divisors
-from mist_megatron.search.least_memory import StageSizes, least_memory, sizes_of
+from mist_megatron.search.least_memory import StageSizes, least_memory, most_layers, sizes_of
 from mist_megatron.search.pipelines import EqualPipeline, stage_levels, tensor_sizes
 from mist_megatron.search.points import Array, Flags
 from mist_megatron.search.space import Limits, Space
@@ -117,7 +117,7 @@ def possible_mixtures(question: SearchProblem, mixtures: Sequence[MixedFamily]) 
         question.tick()
         asked |= {sizes_of(mesh, *key) for mesh in mixture.meshes for key in keys_of(mixture)}
     lines = least_memory(question.evaluator, question.space, asked, question.tick)
-    most = {sizes: line.most_layers(limit) for sizes, line in lines.items()}
+    most = most_layers(lines, limit)
 
     def at(mixture: MixedFamily, key: Key) -> list[tuple[int, int]]:
         question.tick()

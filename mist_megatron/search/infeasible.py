@@ -17,7 +17,7 @@ from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.choices import AXES, Choices, slot_at, stage_grid
 from mist_megatron.search.equal import solve_equal
-from mist_megatron.search.least_memory import StageSizes, least_memory, may_fit, stages_of
+from mist_megatron.search.least_memory import StageSizes, least_memory, may_fit, most_layers, stages_of
 from mist_megatron.search.pipelines import EqualPipeline, shapes
 from mist_megatron.search.space import Limits, Space, cut_to_target
 from mist_megatron.search.stage_prices import ends_of
@@ -242,6 +242,6 @@ def possible_of(question: SearchProblem, pipelines: Iterable[EqualPipeline]) -> 
         stages[shape] = stages_of(shape, space, layers)
     lines = least_memory(evaluator, space, chain.from_iterable(stages.values()), question.tick)
     question.tick()
-    most = {sizes: line.most_layers(evaluator.limit_bytes) for sizes, line in lines.items()}
+    most = most_layers(lines, evaluator.limit_bytes)
     question.tick()
     return [shape for shape, here in stages.items() if may_fit(shape, [most[s] for s in here], space, layers)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.context import HiddenRings, ring_of
@@ -11,6 +10,7 @@ from mist_megatron.search.families import MixedFamily, mixed_families
 from mist_megatron.search.pipelines import EqualPipeline, Family, shapes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.ways import Way
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
 
 
@@ -33,7 +33,7 @@ class ItemsOfWays:
     def _every(self, place: int) -> list[EqualPipeline]:
         job, space = self._questions[place].evaluator.job, self._questions[place].space
         limits = self._ways[place].limits
-        made = self._made.setdefault(replace(ring_of(job.execution), recompute_modules=None), [])
+        made = self._made.setdefault(varied(ring_of(job.execution), recompute_modules=None), [])
         for other_space, other_limits, every in made:
             if other_space == space and other_limits == limits:
                 return every

@@ -21,6 +21,7 @@ from mist_megatron.search.families import MixedFamily
 from mist_megatron.search.graphs import LAYERS
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import narrower
 from mist_megatron.spec.plan import Execution
@@ -77,7 +78,7 @@ class KnownBounds:
 
 
 def _runs_nothing_again(execution: Execution) -> Execution:
-    return replace(execution, recompute_modules=None)
+    return varied(execution, recompute_modules=None)
 
 
 def _products_beside(execution: Execution) -> Execution:

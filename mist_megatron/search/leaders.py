@@ -5,7 +5,6 @@ that has all of them set is a floor of the others, which are looked at when it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from mist_megatron.search.pipelines import EqualPipeline, Family, families
 from mist_megatron.search.space import Limits
 from mist_megatron.search.spread import Floors, SpreadShapes
 from mist_megatron.search.ways import Way, every
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
 
 GAIN = ("tp_comm_overlap", "overlap_param_gather", "expert_overlap", "cuda_graphs")
@@ -112,7 +112,7 @@ class Leaders:
         if id(family) not in self._ends:
             shape, spreads = family
             others = {min(spreads), max(spreads)} - {(shape.ep, shape.etp)}
-            self._ends[id(family)] = [shape, *(replace(shape, ep=ep, etp=etp) for ep, etp in others)]
+            self._ends[id(family)] = [shape, *(varied(shape, ep=ep, etp=etp) for ep, etp in others)]
         return self._ends[id(family)]
 
 

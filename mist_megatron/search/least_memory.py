@@ -7,20 +7,22 @@ What is over the limit even so fits with nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from mist_megatron.cost.evaluate import StageEvaluator
-from mist_megatron.search.choices import AXES, Array, Choices, StageSlot, slot_at, stage_grid
+from mist_megatron.search.choices import AXES, Array, Choices, StageSlot, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
 from mist_megatron.search.splits import least_held, split_table, splits_layers
 from mist_megatron.search.stage_prices import ends_of, with_axes
-from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import Recompute
+from mist_megatron.spec.schedule import in_flight, usual_schedule
 
 AT_ONCE = 500
 """Stages in one call; each has up to 128 corners, and arrays of that size fit a cache."""
@@ -54,23 +56,43 @@ class StageLines:
         """No configuration of the stage peaks lower."""
         return float((self.one_bytes + (layers - 1) * self.more_bytes).max())
 
-    def most_layers(self, limit_bytes: float) -> int:
-        """With more layers no configuration fits."""
-        room = limit_bytes - self.one_bytes
-        if (room < 0.0).any():
-            return 0
+
+def most_layers(lines: Mapping[StageSizes, StageLines], limit_bytes: float) -> dict[StageSizes, int]:
+    """Of each of these stages: with more layers no configuration fits."""
+    told: dict[int, list[StageSizes]] = {}
+    for sizes, line in lines.items():
+        told.setdefault(len(line.one_bytes), []).append(sizes)
+    most: dict[StageSizes, int] = {}
+    for some in told.values():
+        room = limit_bytes - np.array([lines[sizes].one_bytes for sizes in some])
+        each = np.array([lines[sizes].more_bytes for sizes in some])
         more = np.full_like(room, np.inf)
-        np.divide(room, self.more_bytes, out=more, where=self.more_bytes > 0.0)
-        return 1 + int(min(float(more.min()) * (1 + 1e-12) + 1e-9, 1e6))
+        np.divide(room, each, out=more, where=each > 0.0)
+        layers = 1.0 + np.floor(np.minimum(more.min(axis=1) * (1 + 1e-12) + 1e-9, 1e6))
+        layers[(room < 0.0).any(axis=1)] = 0.0
+        most.update(zip(some, layers.astype(np.intp).tolist(), strict=True))
+    return most
 
 
 def stages_of(shape: EqualPipeline, space: Space, layers: int) -> list[StageSizes]:
     """The stages of a shape, first to last, as little in flight as any split of the layers has."""
-    slots = [slot_at(shape, position, 1) for position in range(shape.stages)]
-    if shape.vpp > 1 and splits_layers(space, shape.stages, shape.vpp):
-        held = least_held(layers, shape.stages, shape.vpp, min(shape.grad_accum, 3 * shape.stages))
-        slots = [replace(slot, held=least) for slot, least in zip(slots, held, strict=True)]
-    return [sizes_of(shape, slot.role, slot.held) for slot in slots]
+    held = held_by(shape, space, layers)
+    return [sizes_of(shape, role_of(position, shape.stages), each) for position, each in enumerate(held)]
+
+
+def held_by(shape: EqualPipeline, space: Space, layers: int) -> tuple[float, ...]:
+    """Micro-batches that each of these holds."""
+    split = shape.vpp > 1 and splits_layers(space, shape.stages, shape.vpp)
+    return _held(shape.stages, shape.vpp, shape.grad_accum, layers if split else None)
+
+
+@lru_cache(maxsize=1 << 14)
+def _held(stages: int, vpp: int, grad_accum: int, layers: int | None) -> tuple[float, ...]:
+    """The same; of chunks that are not alike with that many layers of all."""
+    if layers is not None:
+        return tuple(map(float, least_held(layers, stages, vpp, min(grad_accum, 3 * stages))))
+    schedule = usual_schedule(vpp)
+    return tuple(float(in_flight(schedule, at, stages, grad_accum, vpp)) for at in range(stages))
 
 
 def sizes_of(mesh: EqualPipeline, role: StageRole, held: float) -> StageSizes:

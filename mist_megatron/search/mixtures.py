@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
 from mist_megatron.search.offloads import is_open, mixture_sets
 from mist_megatron.search.space import Limits, Space, cut_to_target
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import GraphModule
 from mist_megatron.spec.plan import Execution
@@ -45,7 +47,7 @@ class MixtureWay:
     after: tuple[MixtureWay, ...] = ()
     """What holds less and takes longer."""
 
-    @property
+    @cached_property
     def least(self) -> MixtureWay | None:
         """What holds least of it and of all after it; None where no way makes whole layers again."""
         every = [self, *(way.least for way in self.after)]
@@ -180,7 +182,7 @@ class _Ways:
             if self.limits.recompute in (None, kind) and (modules is None or modules in self.light):
                 limits = replace(self.limits, recompute=kind)
                 way = self._way(tokens, graphs, modules or said, limits, paired)
-                execution = replace(way.execution, offload_modules=sent)
+                execution = varied(way.execution, offload_modules=sent)
                 yield replace(way, execution=execution, chunked=False)
 
     def _level(
@@ -230,11 +232,11 @@ class _Ways:
         paired: bool | None,
     ) -> MixtureWay:
         said = self.job.execution
-        execution = replace(said, recompute_modules=modules, cuda_graphs=graphs or said.cuda_graphs)
+        execution = varied(said, recompute_modules=modules, cuda_graphs=graphs or said.cuda_graphs)
         if tokens == "beside passes":
-            execution = replace(execution, expert_overlap=True)
+            execution = varied(execution, expert_overlap=True)
         if tokens == "beside shared experts":
-            execution = replace(execution, shared_expert_overlap=True)
+            execution = varied(execution, shared_expert_overlap=True)
         return MixtureWay(
             execution=execution,
             limits=limits,

@@ -22,7 +22,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.assign import Assignment, assign, in_line
 from mist_megatron.search.bounds import EqualBound, LeastTimes, SearchProblem, least_recompute
 from mist_megatron.search.choices import Array, Choices, per_chunk_counts, slot_at
-from mist_megatron.search.least_memory import least_memory, may_fit, stages_of
+from mist_megatron.search.least_memory import least_memory, may_fit, most_layers, stages_of
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Front
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, stage_choice, told
@@ -75,7 +75,7 @@ def possible_of(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> lis
     most = []
     for evaluator in question.evaluator.groups:
         lines = least_memory(evaluator, space, asked, question.tick)
-        most.append({sizes: line.most_layers(evaluator.limit_bytes) for sizes, line in lines.items()})
+        most.append(most_layers(lines, evaluator.limit_bytes))
     pipelines = []
     for shape, here in stages.items():
         each = [most[group][sizes] for group, sizes in zip(groups_of(cluster, shape), here, strict=True)]

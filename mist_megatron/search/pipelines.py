@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from mist_megatron.errors import InputError
@@ -13,7 +13,7 @@ from mist_megatron.search.experts import divisors, expert_sizes
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.cluster import ClusterSpec
-from mist_megatron.spec.hashed import hashed_once
+from mist_megatron.spec.hashed import hashed_once, varied
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.mesh import data_parallel_size, nodes_and_gpus, splits, splits_tokens
 from mist_megatron.targets.deepspeed import copy_sizes
@@ -124,11 +124,11 @@ def shapes(job: Job, space: Space, limits: Limits) -> Iterator[EqualPipeline]:
     if job.cluster.groups:
         for shape, _ in families(job, space, limits):
             for order in orders(job.cluster, shape.gpus):
-                yield replace(shape, order=order)
+                yield varied(shape, order=order)
         return
     for shape, spreads in families(job, space, limits):
         for ep, etp in spreads:
-            yield shape if (ep, etp) == (shape.ep, shape.etp) else replace(shape, ep=ep, etp=etp)
+            yield shape if (ep, etp) == (shape.ep, shape.etp) else varied(shape, ep=ep, etp=etp)
 
 
 def orders(cluster: ClusterSpec, stage_gpus: int) -> Iterator[tuple[int, ...]]:
@@ -241,7 +241,7 @@ def _with_batches(job: Job, space: Space, limits: Limits, grid: Grid) -> Iterato
                     groups[alike] = list(_sub_groups(job, (shape, spreads), space, limits))
                 for (ep, etp), instances, some in groups[alike]:
                     plain = (ep, etp, instances) == (1, 1, (1,))
-                    yield shape if plain else replace(shape, ep=ep, etp=etp, instances=instances), some
+                    yield shape if plain else varied(shape, ep=ep, etp=etp, instances=instances), some
 
 
 _SubGroups = tuple[Spread, tuple[int, ...], tuple[Spread, ...]]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.bounds import EqualBound, SearchProblem, least_recompute, split_bounds
 from mist_megatron.search.choices import Array, Ints, ckpt_counts
-from mist_megatron.search.least_memory import stages_of
+from mist_megatron.search.least_memory import held_by
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.splits import split_table, splits_layers
 from mist_megatron.spec.kinds import alike
@@ -193,12 +193,14 @@ def _fitting(
     own = [splits[shape.stages, shape.vpp] for shape in shapes]
     rows = [row for row in left if role in own[row].positions]
     counts = _padded([each.counts for each in own])
-    sizes = _padded([own[row].sizes(role)[0] for row in rows]) if rows else np.zeros((0, 1))
+    of_split = {key: each.sizes(role)[0] for key, each in splits.items() if role in each.positions}
+    each_sizes = [of_split[shapes[row].stages, shapes[row].vpp] for row in rows]
+    sizes = _padded(each_sizes) if rows else np.zeros((0, 1))
     fits = np.zeros((len(shapes), sizes.shape[1], counts.shape[1]), dtype=bool)
     if not rows:
         return fits
     some = [shapes[row] for row in rows]
-    held = [stages_of(shapes[row], question.space, layers)[own[row].positions[role]].held for row in rows]
+    held = [held_by(shapes[row], question.space, layers)[own[row].positions[role]] for row in rows]
     grid = _grid(some, role, recompute)
     vpp = np.array([shape.vpp for shape in some]).reshape(-1, 1, 1)
     grid = replace(

@@ -45,6 +45,7 @@ from mist_megatron.search.solve import alike_with, solve, solve_besides, solve_t
 from mist_megatron.search.space import Limits, Space
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.ways import FEW_POINTS, Way, by_execution, offload_points, questions_of, rivals_of
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
 from mist_megatron.targets.rules import require_job
 
@@ -273,7 +274,7 @@ class _Run:
     def _bounded(self, way: int) -> Bounded:
         """Bounds of shapes in a way; what is run again changes none of those that begin with nothing."""
         question = self.questions[way]
-        alike = replace(question.evaluator.job.execution, recompute_modules=None)
+        alike = varied(question.evaluator.job.execution, recompute_modules=None)
         return bounded_of(question, self._bounds.setdefault(alike, {}), self._hand_from(way))
 
     def _hand_from(self, way: int) -> Hand | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from mist_megatron.cost.evaluate import StageEvaluator
@@ -18,6 +18,7 @@ from mist_megatron.search.node_groups import cut_to_groups
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
 from mist_megatron.search.spread import Rival
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
 
 
@@ -74,7 +75,7 @@ def rivals_of(way: Way, ways: Mapping[Execution, Way]) -> list[Rival]:
     execution = way.evaluator.job.execution
     if execution.expert_dispatcher == "flex":
         return []
-    other = ways.get(replace(execution, expert_dispatcher="flex"))
+    other = ways.get(varied(execution, expert_dispatcher="flex"))
     if other is None:
         return []
     pairs = [(way, other)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
 
 
@@ -28,3 +29,12 @@ def test_another_process_makes_its_own() -> None:
         "new = Execution(context_exchange='a2a'); assert hash(read) == hash(new) and read in {new}"
     )
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(made), check=True)
+
+
+def test_varied_objects_are_those_that_replace_makes() -> None:
+    """With a hash of their own."""
+    one = Execution(context_parallel=2)
+    hash(one)
+    other = varied(one, context_parallel=4)
+    assert other == replace(one, context_parallel=4) != one and one.context_parallel == 2
+    assert hash(other) == hash(Execution(context_parallel=4)) != hash(one)
