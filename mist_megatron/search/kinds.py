@@ -12,7 +12,7 @@ many layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +27,7 @@ from mist_megatron.cost.predict import predict
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem
-from mist_megatron.search.choices import AXES, Array, Choices, slot_at
+from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at
 from mist_megatron.search.kind_bounds import least_slopes, once_of, others_of, sum_of_layers
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, path_s, steady_s
@@ -192,59 +192,96 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
     whole = question.space.ckpt != "any" and layers % shape.stages
     axes = choices.axes(counts[counts == 0.0] if whole else counts)
     starts = tuple(slots_of(question, shape, position) for position in range(shape.stages))
-    by_role = {}
+    held: dict[StageRole, _Held] = {}
     for role in dict.fromkeys(role_of(position, shape.stages) for position in range(shape.stages)):
         positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
         every = sorted({slot for k in positions for slots in starts[k].values() for slot in slots})
-        by_role[role] = _price_role(question, shape, (positions, every), axes, recompute)
-        for fits in by_role[role].fits.values():
+        held[role] = _held(question, shape, (positions, every), axes, recompute)
+        for fits in held[role].fits.values():
             tally.priced += fits.size
             tally.over_memory += int((~fits).sum())
-    # Where a stage fits nowhere no time is asked for.
-    some = all(fits.any() for slots in by_role.values() for fits in slots.fits.values())
+    # Where no split of the layers fits no time is asked for.
+    some = _may_fit(held.values(), layers)
+    by_role = {role: _times(question, shape, each, axes, asked=some) for role, each in held.items()}
     least_s = sum_of_layers(question, least_slopes(question, [shape])).item() / shape.vpp if some else np.inf
     return _Priced(shape, layers, by_role, axes, least_s, crossings_s(question.evaluator, shape), starts)
 
 
-def _price_role(
+@dataclass(frozen=True)
+class _Held:
+    """Which slots of one role fit, before any time is asked for."""
+
+    every: Sequence[Slot]
+    parts: list[tuple[Ints, StageGrid, Ints, NDArray[np.bool_]]]
+    """Slots with the same kinds at their ends: their rows, their grid, which of its stages each is, and
+    which of its configurations there are."""
+    fits: dict[int, NDArray[np.bool_]]
+    """By position: by slot and configuration."""
+
+
+def _may_fit(held: Iterable[_Held], layers: int) -> bool:
+    """Whether, in some configuration, all positions together may have so many layers."""
+    most = fewest = np.zeros(1)
+    for role in held:
+        counts = np.array([float(count) for _, count in role.every]).reshape(-1, 1)
+        for fits in role.fits.values():
+            most = most + np.where(fits, counts, -np.inf).max(axis=0, initial=-np.inf)
+            fewest = fewest + np.where(fits, counts, np.inf).min(axis=0, initial=np.inf)
+    return bool(((fewest <= layers) & (layers <= most)).any())
+
+
+def _held(
     question: SearchProblem,
     shape: EqualPipeline,
     slots: tuple[Sequence[int], Sequence[Slot]],
     axes: dict[str, Array],
     recompute: Recompute,
-) -> _Slots:
+) -> _Held:
     """Slots of one role: those with the same kinds at their ends in one grid."""
     evaluator, (positions, every) = question.evaluator, slots
     configs = int(np.prod([axes[name].size for name in AXES]))
-    names = ("t", "longer", "d", "step", "in_turn", "first", "last")
-    parts = {name: np.full((len(every), configs), np.inf) for name in names}
     fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
     ends = [around_of(question, shape, slot) for slot in every]
     choices = Choices(space=question.space, shape=shape, step=question.step)
-
-    def flat(values: NDArray[Number], rows: int) -> NDArray[Number]:
-        whole = np.broadcast_to(values, (rows, *(axes[name].size for name in AXES)))
-        return whole.reshape(rows, configs)
-
+    parts = []
     for here in dict.fromkeys(ends):
         question.tick()
         rows = np.array([row for row, kinds in enumerate(ends) if kinds == here], dtype=np.intp)
         alike = [every[row] for row in rows], here
         grid, places = distinct(slots_grid(question, shape, alike, axes, positions[0], recompute))
         count = len(grid.layers)
-        valid = flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), count)
-        valid = valid & flat(axes["ckpt"] <= grid.layers, count)
+        valid = _flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), axes, count)
+        valid = valid & _flat(axes["ckpt"] <= grid.layers, axes, count)
         for position in positions:
             held = slot_at(shape, position, 1).held
             peaks = evaluator.peak_bytes(replace(grid, in_flight=np.full_like(grid.in_flight, held)))
-            fits[position][rows] = (valid & flat(peaks <= evaluator.limit_bytes, count))[places]
-        if not any(fits[position][rows].any() for position in positions):
+            fits[position][rows] = (valid & _flat(peaks <= evaluator.limit_bytes, axes, count))[places]
+        parts.append((rows, grid, places, valid))
+    return _Held(every, parts, fits)
+
+
+def _flat(values: NDArray[Number], axes: Mapping[str, Array], rows: int) -> NDArray[Number]:
+    """By row and by configuration."""
+    whole = np.broadcast_to(values, (rows, *(axes[name].size for name in AXES)))
+    return whole.reshape(rows, -1)
+
+
+def _times(
+    question: SearchProblem, shape: EqualPipeline, held: _Held, axes: Mapping[str, Array], *, asked: bool
+) -> _Slots:
+    """The same slots with what they take, where that is asked and any of those that are alike fits."""
+    names = ("t", "longer", "d", "step", "in_turn", "first", "last")
+    size = next(iter(held.fits.values())).shape
+    parts = {name: np.full(size, np.inf) for name in names}
+    for rows, grid, places, valid in held.parts:
+        if not (asked and any(fits[rows].any() for fits in held.fits.values())):
             continue
         for name, values in _seconds(question, shape, grid).items():
-            parts[name][rows] = np.where(valid, flat(values, count), np.inf)[places]
-    place = {slot: row for row, slot in enumerate(every)}
+            whole = _flat(values, axes, len(grid.layers))
+            parts[name][rows] = np.where(valid, whole, np.inf)[places]
+    place = {slot: row for row, slot in enumerate(held.every)}
     t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s = (parts[name] for name in names)
-    return _Slots(place, t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s, fits)
+    return _Slots(place, t_s, longer_s, d_s, step_s, in_turn_s, first_s, last_s, held.fits)
 
 
 def _seconds(question: SearchProblem, shape: EqualPipeline, grid: StageGrid) -> dict[str, Array]:
