@@ -22,6 +22,7 @@ from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import Array, Ints
 from mist_megatron.search.pipelines import EqualPipeline, Family, slices_alike
 from mist_megatron.search.stage_prices import Times
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole
 
@@ -40,16 +41,16 @@ PIECES = (
 
 
 def _outdone(rivals: Sequence[Rival], grid: StageGrid) -> NDArray[np.bool_]:
-    """Whether the other dispatcher is as fast in every piece of every layer, and holds the same."""
-    outdone = np.ones(len(grid.tp), dtype=bool)
+    """Whether the other dispatcher is as fast in every piece of every layer, and holds the same. A last stage
+    has all that other roles have of these pieces."""
+    outdone, last = np.ones(len(grid.tp), dtype=bool), replace(grid, role=StageRole.LAST)
     for own, other in rivals:
         if own.stage.memory != other.stage.memory:
             return np.zeros(len(grid.tp), dtype=bool)
-        for role in (grid.role, StageRole.LAST):
-            loads = [evaluator.loads(replace(grid, role=role)) for evaluator in (own, other)]
-            for mine, theirs in zip(*([*load.blocks, load.head] for load in loads), strict=True):
-                if mine is not None and theirs is not None:
-                    outdone &= _no_less(mine, theirs)
+        loads = [evaluator.loads(last) for evaluator in (own, other)]
+        for mine, theirs in zip(*([*load.blocks, load.head] for load in loads), strict=True):
+            if mine is not None and theirs is not None:
+                outdone &= _no_less(mine, theirs)
     return outdone
 
 
@@ -72,7 +73,7 @@ Floors = dict[object, Array]
 
 def _alike(question: SearchProblem, families: Sequence[Family], rivals: Sequence[Rival]) -> object:
     """All that floors follow from."""
-    execution = replace(question.evaluator.job.execution, recompute_modules=None)
+    execution = varied(question.evaluator.job.execution, recompute_modules=None)
     held = tuple(own.stage.memory == other.stage.memory for own, other in rivals)
     return execution, tuple(map(id, families)), held
 
@@ -113,7 +114,7 @@ class SpreadShapes:
         if row not in self._shapes:
             ep, etp = self._spreads[row]
             shape = self._families[self._rows[row]][0]
-            self._shapes[row] = replace(shape, ep=int(ep), etp=int(etp))
+            self._shapes[row] = varied(shape, ep=int(ep), etp=int(etp))
         return self._shapes[row]
 
     def __len__(self) -> int:
