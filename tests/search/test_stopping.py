@@ -23,7 +23,7 @@ LONG = (*JOB, "--global-batch", "512")
 def test_a_time_limit_gives_the_best_so_far_with_its_bound(mist_process):
     """Small steps make a search of minutes; the limit acts inside the first shapes of it."""
     started = time.monotonic()
-    done = mist_process("tune", *LONG, "--grid", "0.0625", "--time-limit", "12", "--json")
+    done = mist_process("tune", *LONG, "--grid", "0.0625", "--time-limit", "8", "--json")
     assert time.monotonic() - started < 60.0
     assert done.code == 0, done.err
     found = json.loads(done.out)
@@ -73,7 +73,7 @@ def test_an_interrupt_acts_inside_a_shape():
     assert half.shapes_solved <= whole.shapes_solved
 
 
-@pytest.mark.parametrize("lives", [0, 1, 6])
+@pytest.mark.parametrize("lives", [0, 6])
 def test_a_killed_worker_loses_nothing(lives):
     evaluator = evaluator_of(small_job("mist", gpus=8, layers=12, batch=64, limit_gib=4.0))
     space, settings = space_named("mist"), Settings(top=3)

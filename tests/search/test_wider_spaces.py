@@ -76,9 +76,7 @@ def every_plan(job, *, overlaps=(False, True), graphed=(None, ("layer",))):
                 yield plan
 
 
-@pytest.mark.parametrize(
-    ("per_node", "batch", "seq", "kv_heads"), [(2, 1, 4096, 16), (1, 1, 8192, 16), (2, 2, 2048, 2)]
-)
+@pytest.mark.parametrize(("per_node", "batch", "seq", "kv_heads"), [(1, 1, 8192, 16), (2, 2, 2048, 2)])
 def test_equal_to_every_plan(per_node, batch, seq, kv_heads):
     job = spread_job(per_node, batch=batch, seq=seq, kv_heads=kv_heads)
     best_s = min(told_of(plan).iteration_s for plan in every_plan(job))
