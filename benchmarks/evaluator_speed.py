@@ -183,9 +183,12 @@ class PlainPython:
     def reduced(self, count: float, ring: tuple[np.ndarray, np.ndarray]) -> float:
         return float(self.prices.of(Collective("reduce_scatter", np.asarray(2 * count), *ring)).seconds)
 
-    def beside(self, compute: float, reduce: float) -> float:
-        """What a reduction adds to compute beside it."""
-        return overlapped_time_of_row((compute, reduce, 0.0, 0.0), self.factors) - compute
+    def beside(
+        self, compute: float, reduce: float, copies: tuple[float, float] = (0.0, 0.0), then: float = 0.0
+    ) -> float:
+        """What a reduction adds to compute, and to copies in and out, beside it."""
+        alone = overlapped_time_of_row((compute, 0.0, *copies), self.factors, then)
+        return overlapped_time_of_row((compute, reduce, *copies), self.factors, then) - alone
 
     def reductions(self, grid: StageGrid, table: dict[str, float]) -> float:
         """In the last backward pass: of ZeRO 1 each layer's beside the next one, the first's beside the
@@ -195,8 +198,20 @@ class PlainPython:
             return self.beside(table["edge_backward"], reduce) - reduce + table["edge_reduce"]
         kept = table["backward"] + table["accumulate"]
         whole = kept + table["forward"]
-        total = (layers - ckpt) * self.beside(kept, reduce) + ckpt * self.beside(whole, reduce)
-        total -= self.beside(kept if ckpt < layers else whole, reduce)
+        back, usual, out = self.copies(grid, table)
+        then, twice = table["collectives"] - table["collective"], table["collectives"]
+        inside = self.beside(kept, reduce, (usual + back, out), then)
+        again = self.beside(whole, reduce, (usual, out), twice)
+        beside_back = self.beside(whole, reduce, (usual + back, out), twice)
+        total = (layers - ckpt) * inside + ckpt * again
+        # Recomputed layers come first, the last of them beside what comes back; nothing does beside the end.
+        total -= again if back or ckpt == layers else inside
+        if ckpt < layers:
+            total += beside_back - again if back else 0.0
+            total += self.beside(kept, reduce, (0.0, out), then) - inside
+        else:
+            there = self.beside(whole, reduce, (usual + back, out), then)
+            total += self.beside(whole, reduce, (0.0, out), then) - there
         return total + self.beside(table["edge_backward"], reduce) + table["edge_reduce"]
 
     def copy(self, copied: float, rate: float) -> float:
@@ -289,15 +304,19 @@ class PlainPython:
             begun + left,
         ]
 
-    def comes_back(self, grid: StageGrid, table: dict[str, float]) -> float:
-        """Beside the last of the recomputed layers the first activations come in, which it waits for."""
+    def copies(self, grid: StageGrid, table: dict[str, float]) -> tuple[float, float, float]:
+        """Of a backward pass: activations, weights and gradients in, gradients out."""
         down, up = (getattr(self.prices.profile.host, f"{way}_bytes_per_s").value for way in ("h2d", "d2h"))
         wo, go, _, ao = (float(value) for value in grid.offload.values())
-        gather = table["gather"] if grid.zero >= 3 else 0.0
-        leaving = table["reduce"] if grid.zero >= 2 else 0.0, self.copy(go * table["grads"], up)
         usual = self.copy(wo * table["weights"], down) + self.copy(go * table["grads"], down)
+        return self.copy(ao * table["saved"], down), usual, self.copy(go * table["grads"], up)
+
+    def comes_back(self, grid: StageGrid, table: dict[str, float]) -> float:
+        """Beside the last of the recomputed layers the first activations come in, which it waits for."""
+        more, usual, out = self.copies(grid, table)
+        gather = table["gather"] if grid.zero >= 3 else 0.0
+        leaving = table["reduce"] if grid.zero >= 2 else 0.0, out
         compute = table["forward"] + table["backward"] + table["accumulate"]
-        more = self.copy(ao * table["saved"], down)
         there, quiet = (
             self.run(compute, table["collectives"], (gather, copy_in), leaving)[0]
             for copy_in in (usual + more, usual)
@@ -312,7 +331,9 @@ class PlainPython:
         ends = kept if ckpt < layers else whole
 
         def exposed(begin: int) -> float:
-            inside, last, once = ends[begin : begin + 3]
+            # Forward passes end with recomputed layers.
+            inside, last = (whole if begin in (0, 6) else ends)[begin : begin + 2]
+            once = ends[begin + 2]
             return (layers - ckpt) * kept[begin] + ckpt * whole[begin] + last - inside + once
 
         d = layers * (table["step"] - table["accumulate"]) + table["edge_back"]

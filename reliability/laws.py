@@ -371,7 +371,7 @@ def check_bounds(seed: int, tally: Tally, *, most: int = MOST_SHAPES, cpu_s: flo
         above = bound.value_s / found.value_s - 1.0
         if above > furthest:
             ways = asdict(question.evaluator.job.execution).items()
-            said = " ".join(f"{name}={way}" for name, way in ways if way not in (None, 1))
+            said = " ".join(f"{name}={way}" for name, way in ways if way not in (None, 1) or way is True)
             furthest, which = above, f"{shape} {said}".rstrip()
     tally.law(BOUNDS, furthest <= ROUNDING, job, f"{furthest:+.1e} of {which}")
 

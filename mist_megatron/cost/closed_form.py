@@ -19,7 +19,7 @@ Every term is `fixed + layers * per_layer + ckpt * per_ckpt`, so a search can pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,8 +35,8 @@ from mist_megatron.cost.edges import (
     still_leaving,
     turned_at_head,
 )
-from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.last_reductions import counted_apart, last_reductions
+from mist_megatron.cost.layer_runs import Way, mixed, once_a_run
 from mist_megatron.cost.neighbours import LayerRun, among_others, of_phases, usually_among
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
@@ -58,7 +58,7 @@ from mist_megatron.cost.sends import (
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.turning import begun_with, comes_back_s, copies_beside, warmed_up
+from mist_megatron.cost.turning import begun_with, comes_back_s, copies_beside, recomputed_of, warmed_up
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array, any_of
@@ -79,7 +79,7 @@ def closed_form(work: StageWork) -> StageTerms:
     if work.head is not None:
         _edge_terms(work, work.head, (Term.HEAD, Term.HEAD_TRAFFIC), stable, delta)
     if not reduces_by_chunk(work.grid, work.context.facts):
-        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last_reductions(work))
+        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last_reductions(work, followed=_followed(work)))
     stable[Term.HOST_WORK] = Linear(work.host_s)
     if work.resharding_s:
         stable[Term.RESHARDING] = Linear(sum((there + back for there, back in work.resharding_s), start=ZERO))
@@ -127,15 +127,15 @@ def _block_terms(
     """Of the kind of layer at that place."""
     grid, facts, load = work.grid, work.context.facts, work.loads.blocks[place]
     kept, whole = _runs(work, place, between)
-    forward, backward = _Way(grid, place, forward=True), _Way(grid, place, forward=False)
+    forward, backward = Way(grid, place, forward=True), Way(grid, place, forward=False)
     again_s = kept.layer.recompute_s
     add_term(stable, Term.FORWARD, of_kind(place, load.forward_s))
     add_term(stable, Term.BACKWARD, of_kind(place, load.backward_s))
     add_term(stable, Term.RECOMPUTE, of_kind(place, again_s, load.again[0] - again_s))
-    add_term(stable, Term.TENSOR_PARALLEL, _mixed(place, kept.others_s, whole.others_s))
+    add_term(stable, Term.TENSOR_PARALLEL, mixed(place, kept.others_s, whole.others_s))
     if any_of(kept.sent_s):
-        add_term(stable, Term.EXPERT_TRAFFIC, _mixed(place, kept.sent_s, whole.sent_s))
-    add_term(stable, Term.BLOCKING_DATA_PARALLEL, _mixed(place, kept.blocking_s, whole.blocking_s))
+        add_term(stable, Term.EXPERT_TRAFFIC, mixed(place, kept.sent_s, whole.sent_s))
+    add_term(stable, Term.BLOCKING_DATA_PARALLEL, mixed(place, kept.blocking_s, whole.blocking_s))
     exposed = forward.exposed(kept.forward, whole.forward) + backward.exposed(kept.backward, whole.backward)
     add_term(stable, Term.EXPOSED_TRAFFIC, exposed)
     add_term(stable, Term.PIPELINE_FILL_OF_LAYERS, _arrivals(forward, backward, kept, whole))
@@ -151,7 +151,7 @@ def _block_terms(
         add_term(delta, Term.FIRST_FORWARD_TRAFFIC, gathered)
     if reduces_by_chunk(grid, facts):
         each = [Round.of(work).reduced_s(run.layer) for run in (kept, whole)]
-        add_term(delta, Term.CHUNK_REDUCTIONS, _mixed(place, *each))
+        add_term(delta, Term.CHUNK_REDUCTIONS, mixed(place, *each))
     if facts.reduction.accumulation_pass:
         # Read two, write one; the first micro-batch has nothing to add to.
         added_s = kept.layer.accumulate_s
@@ -159,11 +159,11 @@ def _block_terms(
         add_term(delta, Term.GRADIENT_ACCUMULATION, of_kind(place, -added_s))
 
 
-def _arrivals(forward: _Way, backward: _Way, kept: LayerRun, whole: LayerRun) -> Linear:
+def _arrivals(forward: Way, backward: Way, kept: LayerRun, whole: LayerRun) -> Linear:
     """What passes wait for before their first layer."""
     if np.array_equal(forward.runs_begun, backward.runs_begun):
         both = [run.forward.alone_s + run.backward.alone_s for run in (kept, whole)]
-        return _once(forward.grid, forward.runs_begun, *both)
+        return once_a_run(forward.grid, forward.runs_begun, *both)
     there = forward.begun(kept.forward.alone_s, whole.forward.alone_s)
     return there + backward.begun(kept.backward.alone_s, whole.backward.alone_s)
 
@@ -214,15 +214,18 @@ def _travels(work: StageWork, layer: LayerWork) -> bool:
     return any(any_of(one) for one in traffic) and not work.grid.interleaved
 
 
-def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: bool = False) -> LayerRun:
+def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, special: bool = False) -> LayerRun:
     """An edge whose weights come in for every pass, or for the first, and those of the layer next to it,
-    where they do; of which `one_kept` is the only one that is kept."""
+    where they do. Where recomputed layers come last, one of these is before the head. What is `special` is
+    that none is, or elsewhere that the layer before the head is the only one that is kept."""
     grid, factors, host_s = work.grid, work.context.interference, work.host_s / (2 * work.grid.vpp)
     last = layer is work.head
     place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
     block = work.blocks[place]
-    before = before_head(work, place, alone=one_kept) if last else block.kept
-    usual = [usually_among(work, place, one) for one in (before, block.recomputed)]
+    followed = last and _followed(work) and not special and any_of(grid.offload.activations)
+    before = before_head(work, place, alone=special and not _followed(work)) if last else block.kept
+    behind = recomputed_of(work, place) if followed else block.recomputed
+    usual = [usually_among(work, place, one) for one in (before, behind)]
     if last:
         kept, whole = (head_waits(layer, one, host_s, factors) for one in usual)
     else:
@@ -235,6 +238,8 @@ def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, one_kept: boo
     once = arriving_s(layer.first) + layer.traffic.step_out_s > 0.0
     reduces = (leaving_s(layer.backward) > 0.0) & (leaving_s(block.kept.backward) > 0.0)
     some = grid.by_kind[place].ckpt < grid.by_kind[place].layers
+    if followed:
+        some = some & (grid.offload.activations == 0.0)
 
     def seconds(name: str, usual: Phase) -> Phase:
         waits_s = np.where(some, getattr(kept, name), getattr(whole, name))
@@ -270,12 +275,24 @@ def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tupl
         run = _averaged(_run(work, kept, ends, between, followed), others)
     else:
         run = among_others(work, place, kept, lambda one: _run(work, one, ends, between, followed))
-    if followed:
-        run = _later(run, comes_back_s(work, place))
-    whole = block.recomputed
+    sends = followed and any_of(work.grid.offload.activations)
+    whole = recomputed_of(work, place) if sends else block.recomputed
     if whole is kept:
         return run, run
-    return run, among_others(work, place, whole, lambda one: _run(work, one, whole, between, followed))
+    again = among_others(work, place, whole, lambda one: _run(work, one, whole, between, followed))
+    if sends:
+        run = _later(_ended_by(run, again), comes_back_s(work, place))
+    return run, again
+
+
+def _ended_by(run: LayerRun, other: LayerRun) -> LayerRun:
+    """Forward passes over layers that others follow: it is one of those beside which nothing comes in, and
+    which sends off what leaves beside the next pass."""
+
+    def ended(own: Phase, last: Phase) -> Phase:
+        return replace(own, last_s=own.inside_s + last.last_s - last.inside_s)
+
+    return replace(run, forward=ended(run.forward, other.forward), first=ended(run.first, other.first))
 
 
 def _later(run: LayerRun, seconds: Array) -> LayerRun:
@@ -336,24 +353,32 @@ def refinement(work: StageWork) -> Refinement:
     joined, *others = (_refinement(work, place) for place in range(len(work.blocks)))
     for other in others:
         joined = joined.joined(other)
-    stable_s, delta_s = _of_one_kept(work)
+    stable_s, delta_s = _beside_kept_layer(work)
+    none = (work.grid.ckpt == 0.0) & (work.grid.offload.activations > 0.0)
+    if _followed(work) and any_of(none) and not reduces_by_chunk(work.grid, work.context.facts):
+        own, usual = (last_reductions(work, followed=followed) for followed in (False, True))
+        delta_s = delta_s + np.where(none, own.at(work.grid) - usual.at(work.grid), 0.0)
     return replace(joined, stable_s=joined.stable_s + stable_s, delta_s=joined.delta_s + delta_s)
 
 
-def _of_one_kept(work: StageWork) -> tuple[Array, Array]:
-    """What t and d lack where the layer before the head is the only one whose activations are offloaded."""
-    head, one = work.head, work.grid.layers - work.grid.ckpt == 1.0
-    others = work.grid.layers > 1.0
-    if head is None or not any_of(work.grid.offload.activations) or not any_of(one & others):
+def _beside_kept_layer(work: StageWork) -> tuple[Array, Array]:
+    """What t and d lack where a head stands beside a layer that is kept, though recomputed ones come last
+    elsewhere, or beside the only one that is: of stages that offload activations."""
+    head, grid, followed = work.head, work.grid, _followed(work)
+    if followed:
+        here = (grid.ckpt == 0.0) & (grid.offload.activations > 0.0)
+    else:
+        here = (grid.layers - grid.ckpt == 1.0) & (grid.layers > 1.0)
+    if head is None or not any_of(grid.offload.activations) or not any_of(here):
         return ZERO, ZERO
-    if _followed(work) or not _travels(work, head):
+    if not _travels(work, head):
         return ZERO, ZERO
     run = _run(work, head, head, (NOTHING_BETWEEN, NOTHING_BETWEEN), followed=False)
-    usual, alone = (_gathered(work, head, run, one_kept=kept) for kept in (False, True))
-    stable_s = alone.forward.inside_s + alone.backward.inside_s
+    usual, own = (_gathered(work, head, run, special=special) for special in (False, True))
+    stable_s = own.forward.inside_s + own.backward.inside_s
     stable_s = stable_s - usual.forward.inside_s - usual.backward.inside_s
-    ends_s = alone.first.inside_s + alone.last.inside_s - usual.first.inside_s - usual.last.inside_s
-    return np.where(one & others, stable_s, 0.0), np.where(one & others, ends_s - stable_s, 0.0)
+    ends_s = own.first.inside_s + own.last.inside_s - usual.first.inside_s - usual.last.inside_s
+    return np.where(here, stable_s, 0.0), np.where(here, ends_s - stable_s, 0.0)
 
 
 def _refinement(work: StageWork, place: int) -> Refinement:
@@ -366,9 +391,9 @@ def _refinement(work: StageWork, place: int) -> Refinement:
         alone_run = _run(work, block.kept, block.kept, between, followed=False)
         kept = _chosen(none, alone_run, counted)
     alone = 0.0 if Term.PIPELINE_FILL_OF_LAYERS in work.context.without else 1.0
-    forward, backward = _Way(grid, place, forward=True), _Way(grid, place, forward=False)
+    forward, backward = Way(grid, place, forward=True), Way(grid, place, forward=False)
 
-    def seconds(way: _Way, one: Phase, other: Phase) -> Array:
+    def seconds(way: Way, one: Phase, other: Phase) -> Array:
         return (way.exposed(one, other) + way.begun(alone * one.alone_s, alone * other.alone_s)).at(grid)
 
     def more(run: LayerRun) -> Array:
@@ -384,7 +409,7 @@ def _refinement(work: StageWork, place: int) -> Refinement:
     late_s, behind_all_s, behind_own_s, share = _late(work, place, kept, whole)
     second_s, cycle_s = _comings_and_goings(work, place, kept.layer)
     return Refinement(
-        forward_s=forward_s + _mixed(place, *gathers).at(grid),
+        forward_s=forward_s + mixed(place, *gathers).at(grid),
         stable_s=forward_s + backward_s - counted_s,
         delta_s=more(kept) - more(counted),
         late_s=late_s,
@@ -410,7 +435,7 @@ def _late(work: StageWork, place: int, kept: LayerRun, whole: LayerRun) -> tuple
         return ZERO, ZERO, ZERO, np.ones(())
     quiet = replace(passes, first=replace(passes.first, copy_out_s=passes.first.copy_out_s - saved_s))
     first = steps_ahead(quiet, traffic.step_compute_s, kept.forward, factors)
-    way, count = _Way(grid, place, forward=True), grid.by_kind[place]
+    way, count = Way(grid, place, forward=True), grid.by_kind[place]
     late_s = way.beyond((kept.first, first), (whole.first, whole.first)).at(grid)
     streams = (traffic.step_compute_s, passes.first.gather_s, passes.first.copy_in_s, states_s)
     each_s = overlapped_time(streams, factors)
@@ -443,56 +468,3 @@ def _comings_and_goings(work: StageWork, place: int, layer: LayerWork) -> tuple[
     alone_s = layer.first.copy_in_s + traffic.step_compute_s + out_s + work.step[Term.HOST_STEP].fixed
     cycle_s = alone_s + (grid.by_kind[place].layers - 1.0) * each_s
     return second_s, np.where(out_s > 0.0, cycle_s, 0.0)
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Passes over the layers of a stage, as one kind of layer has a share in them."""
-
-    grid: StageGrid
-    place: int
-    forward: bool
-
-    @property
-    def runs_begun(self) -> int | Array:
-        """Runs of layers of which such a layer is the first that the passes come to ..."""
-        return self.grid.beginning(self.place) if self.forward else self.grid.ending(self.place)
-
-    @property
-    def runs_ended(self) -> int | Array:
-        """... and the last."""
-        return self.grid.ending(self.place) if self.forward else self.grid.beginning(self.place)
-
-    def begun(self, kept: Array, whole: Array) -> Linear:
-        """Once for each run that such a layer is the first of."""
-        return _once(self.grid, self.runs_begun, kept, whole)
-
-    def exposed(self, kept: Phase, whole: Phase) -> Linear:
-        """What layers expose; one of each run of them is its last."""
-        inside = _mixed(self.place, kept.inside_s, whole.inside_s)
-        more = kept.last_s - kept.inside_s, whole.last_s - whole.inside_s
-        return inside + _once(self.grid, self.runs_ended, *more)
-
-    def beyond(self, kept: tuple[Phase, Phase], whole: tuple[Phase, Phase]) -> Linear:
-        """What a first or last pass exposes beyond the steady one, (pass, steady) of layers that are kept
-        and of layers that are recomputed."""
-        more = [special.minus(steady) for special, steady in (kept, whole)]
-        return self.exposed(*more) + self.begun(more[0].alone_s, more[1].alone_s)
-
-
-def _mixed(place: int, kept: Array, whole: Array) -> Linear:
-    return of_kind(place, kept, dropped_if_idle(np.asanyarray(whole - kept)))
-
-
-def _once(grid: StageGrid, runs: int | Array, kept: Array, whole: Array) -> Linear:
-    """Once per run of layers, of which every chunk of an interleaved stage is one: of recomputed layers where
-    it has no others."""
-    if not any_of(runs) or not (any_of(kept) or any_of(whole)):
-        return Linear()
-    if grid.interleaved:
-        # A chunk of an embedding or a head alone is none.
-        runs = np.minimum(runs, grid.layers)
-    if kept is whole or not any_of(grid.ckpt):
-        return Linear(runs * kept)
-    having = np.minimum(grid.layers - grid.ckpt, runs)
-    return Linear(having * kept + (runs - having) * whole)

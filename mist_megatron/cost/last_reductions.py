@@ -18,10 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.neighbours import takes_turns
+from mist_megatron.cost.phases import dropped_if_idle
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
+from mist_megatron.cost.turning import recomputed_of
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import COMPUTE, GPU_GPU, overlapped_time
 from mist_megatron.price.prices import Array, any_of
+
+Copies = tuple[Array, Array, Array]
+"""In and out, and collectives that follow compute while these go on."""
+NO_COPIES: Copies = (ZERO, ZERO, ZERO)
+Beside = Callable[..., Array]
+"""What a reduction adds to what it runs beside."""
 
 
 def counted_apart(layer: LayerWork) -> PassWork:
@@ -31,24 +39,26 @@ def counted_apart(layer: LayerWork) -> PassWork:
     return replace(layer.last, reduce_s=layer.backward.reduce_s)
 
 
-def last_reductions(work: StageWork) -> Linear:
-    """In d, of a stage that is no chunks; of single layers (`StageGrid.runs`) what each adds."""
+def last_reductions(work: StageWork, *, followed: bool) -> Linear:
+    """In d, of a stage that is no chunks; of single layers (`StageGrid.runs`) what each adds. Where
+    recomputed layers follow others, backward passes begin with them, and activations come in beside their
+    last one."""
+    followed = followed and any_of(work.grid.offload.activations)
     grid, factors = work.grid, work.context.interference
     edges = [_reduced_s(layer) for layer in (work.head, work.embedding)]
     blocks = [_reduced_s(block.kept) for block in work.blocks]
     if not any(any_of(seconds) for seconds in (*edges, *blocks)):
         return Linear()
 
-    def beside_s(compute_s: Array, reduce_s: Array, usual_s: Array = ZERO) -> Array:
-        alone_s = overlapped_time((compute_s, usual_s, ZERO, ZERO), factors) if any_of(usual_s) else compute_s
-        return overlapped_time((compute_s, usual_s + reduce_s, ZERO, ZERO), factors) - alone_s
-
-    added, spare_s = Linear(), ZERO
+    beside_s, added, spare_s = _beside(factors), Linear(), ZERO
     for place, (block, reduce_s) in enumerate(zip(work.blocks, blocks, strict=True)):
         kept_s, whole_s = (
-            beside_s(_compute_s(one), reduce_s, _usual_s(one, one)) for one in (block.kept, block.recomputed)
+            beside_s(_compute_s(one), reduce_s, _usual_s(one, one), _copies_s(one))
+            for one in (block.kept, block.recomputed)
         )
         added = added + of_kind(place, kept_s, whole_s - kept_s)
+        if followed:
+            added = added + Linear(_coming_back_s(work, place, reduce_s, beside_s))
         own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
         left_s = np.maximum(_at_end_s(work, place) - own_s, 0.0)
         spare_s = spare_s + grid.by_kind[place].layers * np.where(_joins(block.kept), 0.0, left_s)
@@ -60,24 +70,28 @@ def last_reductions(work: StageWork) -> Linear:
     elif len(blocks) > 1 and not joins:
         added = added + Linear(_at_borders_s(work, blocks, beside_s))
     if last >= 0:
-        compute_s, kept = _at_end_s(work, last), work.blocks[last].kept
-        before_s, behind_s = _usual_s(kept, kept), _usual_s(kept, work.head)
+        kept, compute_s = work.blocks[last].kept, _at_end_s(work, last)
+        ends = recomputed_of(work, last) if followed else kept
+        if followed:
+            compute_s = np.where(grid.offload.activations > 0.0, _compute_s(ends), compute_s)
+        before_s, behind_s, copies = _usual_s(kept, kept), _usual_s(kept, work.head), _copies_s(ends)
         added = added + Linear(
-            beside_s(compute_s, edges[0], behind_s) - beside_s(compute_s, blocks[last], before_s)
+            beside_s(compute_s, edges[0], behind_s, copies)
+            - beside_s(compute_s, blocks[last], before_s, copies)
         )
         held_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
         if any_of(edges[0]) and any_of(held_s):
-            waits_s = _behind_head_s(work, last, edges[0], held_s) - beside_s(compute_s, edges[0])
+            waits_s = _behind_head_s(compute_s, edges[0], held_s, copies, factors)
+            waits_s = waits_s - beside_s(compute_s, edges[0], behind_s, copies)
             both = (held_s > 0.0) & (edges[0] > 0.0)
             added = added + Linear(np.where(both, waits_s, 0.0))
             spare_s = np.where(both, 0.0, spare_s)
         if first >= 0 and any_of(edges[0]):
-            own_s = np.maximum(compute_s - blocks[last], 0.0)
-            hidden_s = np.minimum(np.maximum(edges[0] - compute_s, 0.0), np.maximum(spare_s - own_s, 0.0))
-            slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
-            added = added + Linear(-hidden_s * (1.0 - slow * (1.0 - 1.0 / slow_compute)))
+            spare_s = spare_s - np.maximum(compute_s - blocks[last], 0.0)
+            added = added + Linear(-_hidden_s(edges[0] - compute_s, spare_s, factors))
     if first >= 0:
         beside, kept = ZERO if work.embedding is None else _compute_s(work.embedding), work.blocks[first].kept
+        added = added + Linear(_quiet_end_s(work, first, blocks[first], beside_s))
         usual_s = np.where(_joins(kept), kept.backward.reduce_s, 0.0)
         added = added + Linear(beside_s(beside, blocks[first], usual_s) + edges[1])
         leaves_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
@@ -87,9 +101,48 @@ def last_reductions(work: StageWork) -> Linear:
     return added
 
 
-def _at_borders_s(
-    work: StageWork, blocks: Sequence[Array], beside_s: Callable[[Array, Array], Array]
-) -> Array:
+def _hidden_s(longer_s: Array, spare_s: Array, factors: Array) -> Array:
+    """What a head's reduction takes longer than the layer beside it, where the following ones leave time."""
+    hidden_s = np.minimum(np.maximum(longer_s, 0.0), np.maximum(spare_s, 0.0))
+    slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
+    return hidden_s * (1.0 - slow * (1.0 - 1.0 / slow_compute))
+
+
+def _beside(factors: Array) -> Beside:
+    """What a reduction adds to compute, with reductions of every pass and copies beside them."""
+
+    def beside_s(
+        compute_s: Array, reduce_s: Array, usual_s: Array = ZERO, copies: Copies = NO_COPIES
+    ) -> Array:
+        quiet = not (any_of(usual_s) or any_of(copies[0]) or any_of(copies[1]))
+        copied, then = copies[:2], ZERO if quiet else copies[2]
+        alone_s = compute_s if quiet else overlapped_time((compute_s, usual_s, *copied), factors, then)
+        return overlapped_time((compute_s, usual_s + reduce_s, *copied), factors, then) - alone_s
+
+    return beside_s
+
+
+def _coming_back_s(work: StageWork, place: int, reduce_s: Array, beside_s: Beside) -> Array:
+    """Less is added to the recomputed layer beside which the first activations come in."""
+    again, count = recomputed_of(work, place), work.grid.by_kind[place]
+    usual_s, copies = _usual_s(again, again), _copies_s(again)
+    arriving = _copies_s(work.blocks[place].kept)[0], *copies[1:]
+    there_s = beside_s(_compute_s(again), reduce_s, usual_s, arriving)
+    quiet_s = beside_s(_compute_s(again), reduce_s, usual_s, copies)
+    return np.where(count.ckpt < count.layers, there_s - quiet_s, 0.0)
+
+
+def _quiet_end_s(work: StageWork, place: int, reduce_s: Array, beside_s: Beside) -> Array:
+    """Nothing comes in beside the layer that the pass ends with, to which more is added."""
+    kept = work.blocks[place].kept
+    compute_s, usual_s, copies = _at_end_s(work, place), _usual_s(kept, kept), _copies_s(kept)
+    if not any_of(copies[0]):
+        return ZERO
+    quiet_s = beside_s(compute_s, reduce_s, usual_s, (ZERO, *copies[1:]))
+    return np.asarray(quiet_s - beside_s(compute_s, reduce_s, usual_s, copies))
+
+
+def _at_borders_s(work: StageWork, blocks: Sequence[Array], beside_s: Beside) -> Array:
     """Of runs of layers behind each other: gradients of the first layer of a run leave beside the run
     before it, to which the passes come next."""
     more_s, leaving_s, begun = ZERO, ZERO, np.zeros((), dtype=bool)
@@ -106,7 +159,7 @@ def _queued_s(
     work: StageWork,
     blocks: Sequence[Array],
     ends: tuple[int, int],
-    beside_s: Callable[[Array, Array], Array],
+    beside_s: Beside,
 ) -> tuple[Array, Array]:
     """Of kinds of layers in turn, all layers: what one takes longer than the layer beside it hides behind
     others. As told of layers that are alike, with a layer of the last kind beside its own; and what they
@@ -123,12 +176,13 @@ def _queued_s(
     return beside_s(compute_s, reduce_s) + beside_s(last_s, blocks[last]), spare_s
 
 
-def _behind_head_s(work: StageWork, place: int, head_s: Array, held_s: Array) -> Array:
+def _behind_head_s(compute_s: Array, head_s: Array, held_s: Array, copies: Copies, factors: Array) -> Array:
     """Where gradients of layers leave in every pass, and the layer after the next waits for them, but those
     of the head do not: these are before the last layer's, which the third layer from the end waits for."""
-    compute_s, factors = _at_end_s(work, place), work.context.interference
-    both_s = overlapped_time((2.0 * compute_s, head_s + held_s, ZERO, ZERO), factors)
-    usual_s = overlapped_time((compute_s, held_s, ZERO, ZERO), factors)
+    copied, then = copies[:2], copies[2]
+    twice = [2.0 * each for each in copied]
+    both_s = overlapped_time((2.0 * compute_s, head_s + held_s, *twice), factors, 2.0 * then)
+    usual_s = overlapped_time((compute_s, held_s, *copied), factors, then)
     return both_s - 2.0 * usual_s
 
 
@@ -148,6 +202,13 @@ def _usual_s(layer: LayerWork, behind: LayerWork | None) -> Array:
     """Beside such a layer: weights of the one before it, gradients of the one behind it."""
     leaving_s = ZERO if behind is None else behind.backward.reduce_s
     return np.where(_joins(layer), layer.last.gather_s + leaving_s, 0.0)
+
+
+def _copies_s(layer: LayerWork) -> Copies:
+    """To and from host memory beside such a layer, which a reduction hides as much as it hides compute."""
+    last = layer.last
+    then = last.tensor_s + last.blocking_gather_s + last.blocking_reduce_s
+    return dropped_if_idle(last.copy_in_s), dropped_if_idle(last.copy_out_s), then
 
 
 def _compute_s(layer: LayerWork) -> Array:

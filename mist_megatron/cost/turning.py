@@ -38,17 +38,22 @@ def begun_with(work: StageWork, place: int, kept: LayerWork, *, followed: bool) 
     return found_there(work, load) if sends and (followed or last_layer_stays(work)) else kept
 
 
+def recomputed_of(work: StageWork, place: int) -> LayerWork:
+    """A layer of that kind that is run again, of stages that recompute nothing too."""
+    block = work.blocks[place]
+    if block.recomputed is not block.kept:
+        return block.recomputed
+    return recomputed_layer(work.grid, work.loads.blocks[place], work.context)
+
+
 def comes_back_s(work: StageWork, place: int) -> Array:
     """What a recomputed layer's backward pass waits for where it is followed by that of a layer whose
     activations come in beside it. Of stages that recompute nothing too, as if they did."""
-    block, load = work.blocks[place], work.loads.blocks[place]
     if not any_of(work.grid.offload.activations):
         return ZERO
-    again = block.recomputed
-    if again is block.kept:
-        again = recomputed_layer(work.grid, load, work.context)
+    again = recomputed_of(work, place)
     own, factors = again.backward, work.context.interference
-    both = (replace(own, copy_in_s=block.kept.backward.copy_in_s), own)
+    both = (replace(own, copy_in_s=work.blocks[place].kept.backward.copy_in_s), own)
     arriving, quiet = (phase(one, factors, again.accumulate_s, ZERO).inside_s for one in both)
     return np.asarray(arriving - quiet)
 

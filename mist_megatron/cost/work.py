@@ -256,23 +256,27 @@ def _stopping(
     grid: StageGrid, load: LayerLoad, context: TimeContext, again: Again
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Tensor-parallel collectives and journeys of tokens that stop compute, forward and backward."""
-    forward_tp, backward_tp = load.forward_collective_s, load.backward_collective_s + again[1]
+    forward_tp, backward_tp, again_tp = load.forward_collective_s, load.backward_collective_s, again[1]
     forward_sent, backward_sent = exposed_exchange(grid, load, again, context)
     if any_of(load.forward_exchange_s):
         forward_tp = forward_tp - load.forward_exchange_s
-        backward_tp = backward_tp - load.backward_exchange_s - again.exchange_s
+        backward_tp, again_tp = backward_tp - load.backward_exchange_s, again_tp - again.exchange_s
     if context.tensor_collectives_overlap:
         each, ranks = context.interference, grid.tp
         if context.context_parallel > 1:
             # Userbuffers move what tensor-parallel ranks send, and nothing else.
             forward_cp, backward_cp = load.forward_context_s, load.backward_context_s + again.context_s
-            forward_tp, backward_tp = forward_tp - forward_cp, backward_tp - backward_cp
+            forward_tp, backward_tp = forward_tp - forward_cp, backward_tp - load.backward_context_s
+            again_tp = again_tp - again.context_s
         added_s = added_pieces_s(forward_tp, ranks)
         forward_tp = exposed_beside_products(load.forward_s, forward_tp, ranks, each) + added_s
-        backward_tp = exposed_beside_products(load.backward_s + again[0], backward_tp, ranks, each)
+        backward_tp = exposed_beside_products(load.backward_s, backward_tp, ranks, each)
+        if any_of(again_tp):
+            # What is run again hides what it sends again, and nothing of the backward pass proper.
+            again_tp = exposed_beside_products(again[0], again_tp, ranks, each)
         if context.context_parallel > 1:
             forward_tp, backward_tp = forward_tp + forward_cp, backward_tp + backward_cp
-    return (forward_tp, forward_sent), (backward_tp, backward_sent)
+    return (forward_tp, forward_sent), (backward_tp + again_tp, backward_sent)
 
 
 @dataclass(frozen=True, kw_only=True)
