@@ -27,7 +27,9 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.layerwise import ended
 from mist_megatron.cost.placed import Spans, send_seconds
+from mist_megatron.spec.interleaved import passes_ahead
 from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.term import Term
 
 Border = tuple[int, int]
 """Two stages, the lower number first."""
@@ -71,13 +73,16 @@ def border_sends(stages: int, chunks: int, micro_batches: int, border: Border) -
     first, last = border
     if last - first > 1 or stages == 2:
         return (chunks - 1) * (micro_batches + micro_batches // stages) + stages
-    return micro_batches * chunks + 2 * (stages - 1 - first) + (chunks - 1) * stages + 1
+    passes = micro_batches * chunks
+    return passes + passes_ahead(stages - 1 - first, stages, passes, chunks) + 1
 
 
 def slowest_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator) -> float:
-    """What the busiest link of an interleaved schedule carries in a step, where links were measured; 0 where
-    all borders are alike, which the terms of the stages tell. They know a mean border only."""
-    if plan.vpp == 1 or grids[0].placed is None:
+    """What the busiest link of an interleaved schedule carries in a step; 0 where borders are alike, which
+    terms of stages tell. They know a mean border only."""
+    if plan.vpp == 1 or Term.PIPELINE_P2P in evaluator.time_context.without:
+        return 0.0
+    if grids[0].placed is None and len(set(plan.hops_across().values())) == 1:
         return 0.0
     stages = len(grids)
     borders = [*pairwise(range(stages)), (0, stages - 1)]
@@ -92,10 +97,11 @@ def busy_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvalua
     left, right = border
     wraps = right - left > 1
     placed = grids[right if wraps else left].placed
-    if placed is None:
-        return 0.0
     both = (grids[right], grids[left]) if wraps else (grids[left], grids[right])
-    seconds, _ = _sent_seconds(both, placed.after, evaluator)
+    if placed is None:
+        seconds = crossing_seconds(*both, evaluator, across=plan.hops_across()[border])
+    else:
+        seconds, _ = _sent_seconds(both, placed.after, evaluator)
     return seconds * border_sends(stages, plan.vpp, plan.grad_accum, border)
 
 

@@ -58,7 +58,14 @@ from mist_megatron.cost.sends import (
 )
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
-from mist_megatron.cost.turning import begun_with, comes_back_s, copies_beside, recomputed_of, warmed_up
+from mist_megatron.cost.turning import (
+    begun_with,
+    comes_back_s,
+    copies_beside,
+    queue_outside,
+    recomputed_of,
+    warmed_up,
+)
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
 from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array, any_of
@@ -96,6 +103,7 @@ def closed_form(work: StageWork) -> StageTerms:
         delta[Term.PIPELINE_P2P] = sent_beyond
     if slowed_s is not ZERO:
         add_term(delta, Term.PIPELINE_P2P, Linear(slowed_s))
+    add_term(stable, Term.EXPOSED_TRAFFIC, queue_outside(work, stable))
     for term in work.context.without:
         stable.pop(term, None)
         delta.pop(term, None)

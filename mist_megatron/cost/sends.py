@@ -41,8 +41,11 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
     elif overlaps:
         # At a border of nodes a stage has one neighbour on each side of it.
         mixed = np.asarray((share > 0.0) & (share < 1.0))
-        own = (np.where(mixed, inside, hop), np.where(mixed, across, hop)) if any_of(mixed) else (hop, hop)
-        return _sent_beside_chunks(_Sends(work, hop, own))
+        if not any_of(mixed):
+            return _sent_beside_chunks(_Sends(work, hop, (hop, hop)))
+        own = np.where(mixed, inside, hop), np.where(mixed, across, hop)
+        both = [one + boundary.handed_on_s for one in (inside, across)]
+        return _sent_beside_chunks(_Sends(work, hop, own, list(zip((1.0 - share, share), both, strict=True))))
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
     return Linear(each * exchanges * grid.vpp * hop), None
@@ -118,6 +121,8 @@ class _Sends:
     """Mean of all boundaries, which every micro-batch passes."""
     own_s: tuple[Array, Array]
     """Sends of a stage to either side, where they slow its compute most."""
+    every: Sequence[tuple[float | Array, Array]] = ()
+    """Boundaries that differ, with the share of each."""
 
 
 def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
@@ -180,6 +185,12 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
         slower = 0.5 * sum((beside.slower_s for beside in sides), start=ZERO)
     link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
     round_trip = np.maximum(forward.waits_s, backward.waits_s)
+    if sends.every:
+        # For a slow boundary a micro-batch waits though others hide their sends.
+        round_trip = ZERO
+        for part, hop in sends.every:
+            both = [_beside(chunks * hop * a_layer, one, factors) for one in (forward_parts, backward_parts)]
+            round_trip = round_trip + part * np.maximum(both[0].waits_s, both[1].waits_s)
     alone = np.maximum(share - sum(forward_parts) - sum(backward_parts), 0.0)
     two = bool(np.all(stages == 2))
     if two:

@@ -4,17 +4,19 @@ with, and what forward passes that follow each other wait for."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from mist_megatron.cost.phases import Phase, phase
+from mist_megatron.cost.sends import layers_of_most
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, recomputed_layer
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.term import Term
 
 
 def last_layer_stays(work: StageWork) -> bool:
@@ -67,6 +69,25 @@ def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: La
     between = {StageRole.FIRST: 2, StageRole.MIDDLE: 1}.get(grid.role, 0)
     passes = between * (grid.stages - 1) + (grid.vpp - 1) * grid.stages
     return Linear(passes * runs_ended / grid.vpp * (forward.inside_s - forward.last_s))
+
+
+def queue_outside(work: StageWork, stable: Mapping[Term, Linear]) -> Linear:
+    """What activations of modules take to leave a stage with chunks longer than all that it does meanwhile:
+    copies of all its chunks follow each other, and beside which pass each begins does not matter then. Of a
+    stage with as many layers as one may have: others wait for it."""
+    grid, kinds = work.grid, work.context.kind_of_layer
+    leaving = [block.kept.forward.copy_out_s for block in work.blocks]
+    if not grid.interleaved or not any(any_of(load.moved_bytes) for load in work.loads.blocks):
+        return Linear()
+    counts = [layers_of_most(work) * kinds.count(place) / len(kinds) for place in range(len(leaving))]
+    meanwhile_s = leaving_s = ZERO
+    for count, seconds in zip(counts, leaving, strict=True):
+        leaving_s = leaving_s + count * seconds
+    for term in stable.values():
+        meanwhile_s = meanwhile_s + term.fixed
+        for count, slope in zip(counts, term.slopes, strict=False):
+            meanwhile_s = meanwhile_s + count * slope.per_layer
+    return Linear(np.maximum(leaving_s - meanwhile_s, 0.0))
 
 
 def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[float, LayerWork]]:

@@ -257,6 +257,8 @@ def test_between_two_passes(arriving: dict[str, float], leaving: dict[str, float
         (4, 2, 8, (0, 1), 16 + 6 + 4 + 1),
         (4, 2, 8, (1, 2), 16 + 4 + 4 + 1),
         (4, 3, 12, (2, 3), 36 + 2 + 8 + 1),
+        # All of one round come before the first gradient.
+        (4, 2, 4, (0, 1), 8 + 7 + 1),
         # Around the end: all chunks but the last, in bursts of as many as there are stages.
         (4, 2, 8, (0, 3), 1 * (8 + 2) + 4),
         (4, 3, 12, (0, 3), 2 * (12 + 3) + 4),
