@@ -178,8 +178,8 @@ def sharing_nodes(rng: random.Random) -> Plan:
 
 
 def test_the_slowest_border_binds_stages_that_share_nodes() -> None:
-    """The mean of all borders told 45 such plans 37 % too fast in the mean, the furthest by 80 %, and 6 within
-    3 %. Furthest now are borders that take somewhat longer than a chunk's both passes."""
+    """The mean of all borders told 45 such plans 37 % too fast in the mean, the furthest by 80 %, and 6 of
+    them within 3 %. Furthest now are borders that take somewhat longer than a chunk's both passes."""
     rng = random.Random(3)
     errors = []
     for _ in range(24):
