@@ -2,7 +2,7 @@
 
     python benchmarks/closed_form_against_events.py [--plans 200] [--seed 1]
 
-Four classes of plans with uneven layers and each stage's own number of recomputed layers, and three more:
+Four classes of plans with uneven layers and each stage's own number of recomputed layers, and four more:
 
 * `balanced`: Megatron, layers and recomputed layers within 1 of their mean, as a search would leave them
 * `uneven`: Megatron, layers within 2 of the mean, recomputed layers from none to all
@@ -10,6 +10,7 @@ Four classes of plans with uneven layers and each stage's own number of recomput
 * `overlapped`: Megatron that overlaps reductions and, in half of the plans, gathers of weights; any network
 * `interleaved`: Megatron, equal chunks, on networks from quick to slower than the chunks' compute
 * `chunks`: the same with splits whose chunks are not equal, of small models whose head is some layers' work
+* `sharing`: equal chunks of stages of which two or more lie on each node, on networks of 0.3 to 30 GB/s
 * `unequal`: patched Megatron, each stage on a grid of its own
 
 Printed per class: quantiles of closed form / events - 1, and the share within 3 %. For the first two, where
@@ -43,7 +44,7 @@ from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.events.tasks import Workload, workload_of
 from mist_megatron.search.splits import chunk_counts, layer_splits
 from mist_megatron.spec.catalogue import CATALOGUE
-from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
@@ -51,7 +52,7 @@ from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.schedule import chunk_layers, recomputed_of
 from mist_megatron.spec.training import TrainingSpec
 
-CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "chunks", "unequal")
+CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "chunks", "sharing", "unequal")
 GPUS = ("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb")
 NEAR = 0.03
 
@@ -182,6 +183,18 @@ def random_chunks(rng: random.Random) -> Plan:
     )
 
 
+def random_sharing(rng: random.Random) -> Plan:
+    """Some borders lie between nodes and others do not."""
+    plan = random_interleaved(rng)
+    stages, gpus = len(plan.stages), plan.stages[0].gpus
+    if stages == 2:
+        return random_sharing(rng)
+    on_node = rng.choice([count for count in (2, 4) if 2 * count <= stages])
+    links = LinkOverrides(inter_bytes_per_s=10.0 ** rng.uniform(8.5, 10.5))
+    cluster = replace(plan.cluster, nodes=stages // on_node, gpus_per_node=on_node * gpus, links=links)
+    return replace(plan, cluster=cluster)
+
+
 def random_unequal(rng: random.Random) -> Plan:
     """Stages of as many GPUs, each with its own dp, tp and micro-batch."""
     model, stages, wide = rng.choice(MODELS), rng.choice((2, 4)), rng.choice((4, 8))
@@ -284,7 +297,12 @@ def main() -> None:
     options = parser.parse_args()
     for name in CLASSES:
         rng = random.Random(options.seed)
-        own = {"interleaved": random_interleaved, "chunks": random_chunks, "unequal": random_unequal}
+        own = {
+            "interleaved": random_interleaved,
+            "chunks": random_chunks,
+            "sharing": random_sharing,
+            "unequal": random_unequal,
+        }
         draw = own.get(name) or partial(random_plan, kind=name)
         found = [compared(draw(rng)) for _ in range(options.plans)]
         errors = np.array([one.error for one in found])

@@ -27,6 +27,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.layerwise import ended
 from mist_megatron.cost.placed import Spans, send_seconds
+from mist_megatron.cost.turning import leaving_s
 from mist_megatron.spec.interleaved import passes_ahead
 from mist_megatron.spec.plan import Plan
 from mist_megatron.spec.term import Term
@@ -87,6 +88,19 @@ def slowest_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEva
     stages = len(grids)
     borders = [*pairwise(range(stages)), (0, stages - 1)]
     return max(busy_border_s(plan, grids, evaluator, border) for border in borders)
+
+
+def busiest_link_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator) -> float:
+    """What the link that carries most in a step of an interleaved schedule carries, between stages or to host
+    memory."""
+    carried_s = slowest_border_s(plan, grids, evaluator)
+    if plan.vpp == 1 or not plan.execution.offload_modules:
+        return carried_s
+    stages, passes = len(grids), plan.grad_accum * plan.vpp
+    for position, grid in enumerate(grids):
+        ahead = passes_ahead(stages - 1 - position, stages, passes, plan.vpp)
+        carried_s = max(carried_s, leaving_s(evaluator.work(grid), plan.grad_accum, ahead).item())
+    return carried_s
 
 
 def busy_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator, border: Border) -> float:

@@ -62,7 +62,6 @@ from mist_megatron.cost.turning import (
     begun_with,
     comes_back_s,
     copies_beside,
-    queue_outside,
     recomputed_of,
     warmed_up,
 )
@@ -103,7 +102,6 @@ def closed_form(work: StageWork) -> StageTerms:
         delta[Term.PIPELINE_P2P] = sent_beyond
     if slowed_s is not ZERO:
         add_term(delta, Term.PIPELINE_P2P, Linear(slowed_s))
-    add_term(stable, Term.EXPOSED_TRAFFIC, queue_outside(work, stable))
     for term in work.context.without:
         stable.pop(term, None)
         delta.pop(term, None)

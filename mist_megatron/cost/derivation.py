@@ -159,7 +159,7 @@ def derive(plan: Plan, evaluator: StageEvaluator) -> Derivation:
     grids = [_recorded_grid(plan, position) for position in range(len(plan.stages))]
     predicted = priced_stages(plan, grids, recorder)
     grad_accum = symbol("G", plan.grad_accum)
-    time = iteration_of(plan, predicted, recorder, grad_accum)
+    time = iteration_of(plan, grids, predicted, recorder, grad_accum)
     same = Same()
     writers, stages = [], []
     for position, (grid, stage) in enumerate(zip(grids, predicted, strict=True)):

@@ -211,7 +211,7 @@ class IterationTime:
     """Stage whose first-and-last extra is exposed."""
 
     passed_s: float = 0.0
-    """What one chunk of every stage computes: what is left where a link is busy throughout."""
+    """What one chunk of every stage computes, and a step: what is left where a link is busy throughout."""
 
     @property
     def total_s(self) -> float:
@@ -264,7 +264,8 @@ def iteration_time(
         bubble_fraction=max(ramp_s - stable_s, 0.0) / total_s if total_s > 0.0 else 0.0,
         slowest_stage=slowest,
         binding_extra_stage=binding,
-        passed_s=sum(ramp_s - stage.sent_s / vpp for ramp_s, stage in zip(ramps, stages, strict=True)),
+        passed_s=sum(ramp_s - stage.sent_s / vpp for ramp_s, stage in zip(ramps, stages, strict=True))
+        + max(stage.step_s for stage in stages),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mist_megatron.cost.borders import exchanges_seconds, slowest_border_s
+from mist_megatron.cost.borders import busiest_link_s, exchanges_seconds
 from mist_megatron.cost.chunk_ends import ChunkParts, chunk_parts
 from mist_megatron.cost.closed_form import closed_form, refinement
 from mist_megatron.cost.evaluate import StageEvaluator
@@ -246,9 +246,7 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     """Price every stage and put them together; `evaluator` is of `job_of(plan)`."""
     grids = grids_of(plan)
     stages = priced_stages(plan, grids, evaluator)
-    time = iteration_of(plan, stages, evaluator, plan.grad_accum).no_shorter_than(
-        slowest_border_s(plan, grids, evaluator)
-    )
+    time = iteration_of(plan, grids, stages, evaluator, plan.grad_accum)
     training = plan.training
     tokens = training.global_batch * training.seq_len
     gpu_s = plan.cluster.gpus * time.total_s
@@ -279,12 +277,17 @@ def priced_stages(
 
 
 def iteration_of(
-    plan: Plan, stages: Sequence[StagePrediction], evaluator: StageEvaluator, grad_accum: int
+    plan: Plan,
+    grids: Sequence[StageGrid],
+    stages: Sequence[StagePrediction],
+    evaluator: StageEvaluator,
+    grad_accum: int,
 ) -> IterationTime:
-    """The stages put together."""
+    """The stages put together, and no less than the link that carries most."""
     timings = [timing_of(stages, position) for position in range(len(stages))]
     hides = evaluator.time_context.facts.step.hides
-    return iteration_time(timings, grad_accum, plan.schedule, plan.vpp, step_hides=hides)
+    time = iteration_time(timings, grad_accum, plan.schedule, plan.vpp, step_hides=hides)
+    return time.no_shorter_than(busiest_link_s(plan, grids, evaluator))
 
 
 def _with_exchanges(

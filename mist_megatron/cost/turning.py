@@ -4,19 +4,17 @@ with, and what forward passes that follow each other wait for."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from mist_megatron.cost.phases import Phase, phase
-from mist_megatron.cost.sends import layers_of_most
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, recomputed_layer
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
-from mist_megatron.spec.term import Term
 
 
 def last_layer_stays(work: StageWork) -> bool:
@@ -71,23 +69,15 @@ def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: La
     return Linear(passes * runs_ended / grid.vpp * (forward.inside_s - forward.last_s))
 
 
-def queue_outside(work: StageWork, stable: Mapping[Term, Linear]) -> Linear:
-    """What activations of modules take to leave a stage with chunks longer than all that it does meanwhile:
-    copies of all its chunks follow each other, and beside which pass each begins does not matter then. Of a
-    stage with as many layers as one may have: others wait for it."""
-    grid, kinds = work.grid, work.context.kind_of_layer
-    leaving = [block.kept.forward.copy_out_s for block in work.blocks]
-    if not grid.interleaved or not any(any_of(load.moved_bytes) for load in work.loads.blocks):
-        return Linear()
-    counts = [layers_of_most(work) * kinds.count(place) / len(kinds) for place in range(len(leaving))]
-    meanwhile_s = leaving_s = ZERO
-    for count, seconds in zip(counts, leaving, strict=True):
-        leaving_s = leaving_s + count * seconds
-    for term in stable.values():
-        meanwhile_s = meanwhile_s + term.fixed
-        for count, slope in zip(counts, term.slopes, strict=False):
-            meanwhile_s = meanwhile_s + count * slope.per_layer
-    return Linear(np.maximum(leaving_s - meanwhile_s, 0.0))
+def leaving_s(work: StageWork, grad_accum: int, ahead: int) -> Array:
+    """How long a stage with chunks sends off what its modules saved, copies of all its chunks one after
+    another, and then runs the backward passes of chunks that it is `ahead`."""
+    grid, sent_s, back_s = work.grid, ZERO, ZERO
+    for block, load, count in zip(work.blocks, work.loads.blocks, grid.by_kind, strict=True):
+        if any_of(load.moved_bytes):
+            sent_s = sent_s + (count.layers - count.ckpt) * block.kept.forward.copy_out_s
+        back_s = back_s + count.layers * (load.backward_s + load.backward_collective_s)
+    return grad_accum * sent_s + ahead / grid.vpp * back_s if any_of(sent_s) else ZERO
 
 
 def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[float, LayerWork]]:

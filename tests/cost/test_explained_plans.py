@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-from closed_form_against_events import random_interleaved, random_unequal
+from closed_form_against_events import random_interleaved, random_sharing, random_unequal
 from closed_form_against_events import random_plan as random_pipeline
 from printed_expressions import Scope
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.explain import explain
-from mist_megatron.cost.predict import Prediction, job_of, predict
+from mist_megatron.cost.borders import busiest_link_s
+from mist_megatron.cost.predict import Prediction, grids_of, job_of, predict
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import PerKind
@@ -24,6 +25,7 @@ from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 from tests.cost.test_layerwise import MIXED
+from tests.cost.test_offload_modules import of_queued_copies
 from tests.cost.test_offload_modules import plan as offloaded
 
 PLANS = 54
@@ -146,6 +148,23 @@ def test_expressions_of_unlike_layers_come_to_what_predict_says(name, layers, se
 def test_expressions_of_modules_that_leave_come_to_what_predict_says(name: str, leave) -> None:
     """The README's own job has such a plan; `explain` of it once ended with a traceback."""
     check_plan(offloaded(leave, preset(name)))
+
+
+def test_expressions_come_to_what_the_slowest_border_makes_of_a_step() -> None:
+    """Of stages that share nodes; `explain` once told a step without it."""
+    binds = 0
+    for seed in range(6):
+        plan = random_sharing(random.Random(seed))
+        check_plan(plan)
+        grids, evaluator = grids_of(plan), evaluator_for(job_of(plan))[0]
+        told = predict(plan, evaluator).time
+        link_s = busiest_link_s(plan, grids, evaluator)
+        binds += told.total_s == pytest.approx(link_s + told.passed_s, rel=1e-9)
+    assert binds, "in none of them the link is busy throughout"
+
+
+def test_expressions_of_chunks_whose_copies_queue_come_to_what_predict_says() -> None:
+    check_plan(of_queued_copies())
 
 
 @pytest.mark.parametrize("name", ["one stage", "two stages", "decoder"])
