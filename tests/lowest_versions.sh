@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Runs tests of what dependencies are used for with the lowest version of each that pyproject.toml allows.
-# Needs Python 3.11 or 3.12 and internet; takes some two minutes. Arguments go to pytest; with --make alone the
-# environment is made and nothing tried.
+# Needs Python 3.11 or 3.12 and internet; takes some two minutes. Arguments go to pytest.
 #
 #   MIST_LOWEST_VENV   folder of the environment (default: .venv-lowest)
 set -euo pipefail
@@ -28,13 +27,10 @@ if [ "$(cat "$venv/mist-ready" 2>/dev/null)" != "$pins" ]; then
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
   echo "$pins" >"$venv/mist-ready"
 fi
-if [ "$*" = --make ]; then
-  exit
-fi
 chosen=("$@")
 if [ "$#" -eq 0 ]; then
   chosen=(tests/spec tests/ask/test_api.py tests/cli/test_output.py tests/cli/test_narrow_terminals.py
     tests/cli/test_reference.py tests/cli/test_options.py tests/search/test_assign.py tests/calibrate/test_profile_file.py)
 fi
 # Old libraries call what newer ones below them deprecate; that is no fault of ours.
-OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -n 2 -W ignore::DeprecationWarning "${chosen[@]}"
+OMP_NUM_THREADS=1 exec "$venv/bin/python" -m pytest -q -n "${MIST_TEST_WORKERS:-2}" -W ignore::DeprecationWarning "${chosen[@]}"

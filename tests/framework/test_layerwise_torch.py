@@ -55,7 +55,6 @@ MODELS = {
 MIXED = {
     "gpt two": [stage(2, 2, "sdp2+ckpt", "tp2"), stage(2, 2, "dp2", "sdp2")],
     "gpt edges": [replace(stage(4, 4, "sdp4+ckpt", *["dp2-tp2"] * 3), embedding="tp4", head="dp4")],
-    "tied one": [stage(4, 4, "sdp2-tp2", "dp2-tp2", "tp4", "sdp2-tp2")],
     "tied layouts": [stage(4, 4, "sdp4+ckpt", "dp2-tp2", "tp4", "tp2-sdp2")],
     "tied two": [stage(2, 2, "sdp2+ckpt", "tp2"), stage(2, 2, "dp2", "tp2")],
     "seeing one": [stage(4, 4, "sdp4", "dp2-tp2+ckpt", "tp4", "tp2-sdp2", "dp4", "sdp4+ckpt")],
@@ -77,14 +76,11 @@ EXACT = {
 adds partial products where the whole model has one, and more ranks add as gloo pleases."""
 KEPT = {
     "gpt one": [stage(4, 4, "sdp4", "dp2-tp2", "tp4", "tp2-sdp2")],
-    "gpt ckpt": [stage(4, 4, "sdp4+ckpt", "dp4+ckpt", "dp4", "tp4")],
     "tied two": [stage(4, 2, "sdp2", "tp2"), stage(4, 2, "dp2", "sdp2")],
     "seeing one": [stage(4, 4, "sdp4", "dp2-tp2", "tp4", "tp2-sdp2", "dp4", "sdp4+ckpt")],
-    "seeing two": [stage(4, 2, "sdp2", "dp2", "sdp2"), stage(4, 2, "dp2", "tp2", "sdp2")],
     "relu-t5 one": [stage(4, 4, "sdp4+ckpt", "dp2-tp2", "sdp4", "sdp4", "tp4")],
     "relu-t5 two": [stage(4, 2, "tp2", "sdp2", "tp2"), stage(4, 2, "tp2", "sdp2")],
     "swin one": [stage(4, 4, "dp4+ckpt", "sdp4", "dp2-tp2", "sdp2-tp2", "sdp2-tp2")],
-    "swin two": [stage(4, 2, "dp2", "tp2", "sdp2"), stage(4, 2, "dp2", "tp2")],
 }
 
 

@@ -48,6 +48,11 @@ ONE_PROCESS = {
     # Evaluated and saved right after the step that is skipped.
     "one micro-batch": replace(HALF, **SHARDED, **SKIPPED, micro_batches=1),
 }
+APART = ("fp32", "bf16", "fp32 sharded", "bf16 sharded", "host optimizer")
+"""Those on which each of both patches is tried without the other."""
+RUN = [
+    (name, patch) for name in ONE_PROCESS for patch in (("steps", "states") if name in APART else ("both",))
+]
 EXACT = {"optimizer_fraction": [0.5, 0.25]}
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
 
@@ -71,7 +76,9 @@ def with_patches(cases: dict[str, Case], **patches: dict) -> dict[str, Case]:
 
 @cache
 def one_process() -> Runs:
-    cases = with_patches(ONE_PROCESS, steps=STEPS, states=STATES)
+    cases = with_patches({name: ONE_PROCESS[name] for name in APART}, steps=STEPS, states=STATES)
+    others = {name: case for name, case in ONE_PROCESS.items() if name not in APART}
+    cases |= with_patches(others, both={**STEPS, **STATES})
     for name in ("fp32", "bf16", "fp32 sharded"):
         cases[name, "activations"] = replace(ONE_PROCESS[name], patches={"activation_offload": [0.5]})
         cases[name, "all"] = replace(ONE_PROCESS[name], patches=ALL, twice=True)
@@ -89,9 +96,8 @@ def one_process() -> Runs:
     return run_all(cases, 1)
 
 
-@pytest.mark.parametrize("name", ONE_PROCESS)
-@pytest.mark.parametrize("patch", ["steps", "states"])
-def test_alone(name, patch):
+@pytest.mark.parametrize(("name", "patch"), RUN)
+def test_steps_and_states(name, patch):
     found = one_process()
     assert_same(found[name, "plain"], found[name, patch])
     (plain,) = found[name, "plain"]
@@ -167,10 +173,10 @@ def order(events: list[list[str]], what: str) -> list[str]:
     return [unit for event, unit in events if event == what]
 
 
-@pytest.mark.parametrize("name", ONE_PROCESS)
-def test_nothing_flushes_a_decoupled_step(name):
+@pytest.mark.parametrize(("name", "patch"), [pair for pair in RUN if pair[1] != "states"])
+def test_nothing_flushes_a_decoupled_step(name, patch):
     """Else every layer were stepped before the first one runs, and all tests here would see plain steps."""
-    (ran,) = one_process()[name, "steps"]
+    (ran,) = one_process()[name, patch]
     case = ONE_PROCESS[name]
     for number, events in enumerate(ran["events"][1:], 1):
         before = number - 1
