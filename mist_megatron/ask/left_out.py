@@ -90,9 +90,8 @@ def _ranks(tuned: Proved) -> str:
 
 
 def _tensor(tuned: Proved) -> str:
-    if tuned.job.cluster.nodes == 1 or (tuned.space.tensor_over_nodes and not _routed(tuned)):
-        return ""
-    return "tensor parallelism inside nodes" if _routed(tuned) else "tensor parallelism over fast links only"
+    alone = tuned.job.cluster.nodes == 1 or tuned.space.tensor_over_nodes
+    return "" if alone else "tensor parallelism over fast links only"
 
 
 def _states(tuned: Proved) -> str:
@@ -206,7 +205,10 @@ LEFT_OUT = (
         told="other orders of ranks than the framework's own, but with `--links`",
         words=_ranks,
     ),
-    LeftOut(told="tensor parallelism over nodes, of models with experts", words=_tensor),
+    LeftOut(
+        told="tensor parallelism over nodes that no fast links join, with `--forbid tensor_over_nodes`",
+        words=_tensor,
+    ),
     LeftOut(
         keys=("grad_bytes", "optimizer_bytes"),
         told="other widths of gradients and optimizer states than the usual ones, which train with other "

@@ -411,8 +411,4 @@ def _price(
     ranks, nodes = mesh.size(item.group), mesh.nodes(item.group)
     kind: CollectiveKind = item.kind  # type: ignore[assignment]
     work = Collective(kind, moved, ranks, nodes)
-    return (
-        prices.of(work)
-        if placed is None or item.group in EXCHANGED
-        else slowest(work, placed.of(item.group), prices)
-    )
+    return prices.of(work) if placed is None else slowest(work, placed.of(item.group), prices)

@@ -172,18 +172,9 @@ def stage_grids(job: Job, space: Space, limits: Limits) -> Iterator[Grid]:
 
 def tensor_sizes(job: Job, space: Space, limits: Limits, gpus: int) -> tuple[int, ...]:
     """Tensor-parallel sizes of a stage of so many GPUs: parts of what fast links join, or whole ones."""
-    linked, beyond = _linked(job), _over_nodes(job, space)
+    linked, beyond = job.cluster.linked_gpus, space.tensor_over_nodes
     sizes = (tp for tp in divisors(gpus) if linked % tp == 0 or (beyond and tp % linked == 0))
     return tuple(tp for tp in sizes if _tensor_parallel_allowed(job, space, limits, tp))
-
-
-def _over_nodes(job: Job, space: Space) -> bool:
-    return space.tensor_over_nodes and job.model.routed is None
-
-
-def _linked(job: Job) -> int:
-    """GPUs over which matrices may be split: those of a node where there are experts (a large search)."""
-    return job.cluster.linked_gpus if job.model.routed is None else job.cluster.gpus_per_node
 
 
 def _mesh(gpus: int, gpus_per_node: int) -> tuple[int, int] | None:
@@ -380,7 +371,7 @@ def explain_no_pipeline(job: Job, space: Space, limits: Limits) -> InputError:
     details = [
         f"pipeline sizes are divisors of {cluster.gpus} GPUs: {_listed(divisors(cluster.gpus))}",
         f"tensor-parallel sizes divide {model.heads} heads and fit "
-        f"{f'{cluster.gpus} GPUs' if _over_nodes(job, space) else f'a node of {cluster.gpus_per_node}'}: "
+        f"{f'{cluster.gpus} GPUs' if space.tensor_over_nodes else f'a node of {cluster.gpus_per_node}'}: "
         f"{_listed(_every_tensor_size(job, space))}",
         f"data-parallel sizes divide the global batch {training.global_batch}; "
         f"dp x tp x pp is {cluster.gpus}",

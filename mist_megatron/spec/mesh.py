@@ -170,11 +170,13 @@ class Mesh(Generic[N]):
         return self._of_group("stride", group, lambda: self._product(axes[: axes.index(ALONG[group][0])]))
 
     def nodes(self, group: Group) -> N:
-        """Nodes that each such group touches."""
+        """Nodes that such a group touches; where as many ranks as fit no whole number of times on a node are
+        one, some have theirs on two."""
 
         def touched() -> N:
-            per_node = self.gpus_per_node // self.stride(group)
-            nodes: N = -(-self.size(group) // (per_node + (per_node < 1)))
+            own, per_node = self.size(group), self.gpus_per_node // self.stride(group)
+            per_node = per_node + (per_node < 1)
+            nodes: N = -(-own // per_node) + (own < per_node) * (per_node % own > 0)
             return nodes
 
         return self._of_group("nodes", group, touched)

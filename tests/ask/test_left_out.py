@@ -42,10 +42,9 @@ def test_the_page_tells_all_of_it() -> None:
             (
                 "graphs replay",
                 "weights' gradients",
-                "tensor parallelism inside nodes",
                 "is a ring, all-to-all",
             ),
-            ("sub-groups",),
+            ("sub-groups", "tensor parallelism"),
         ),
     ],
 )

@@ -153,19 +153,23 @@ def test_plans_carry_their_links(plan):
     assert plan_from_text(plan_to_yaml(placed)) == placed
 
 
-def test_tokens_on_their_way_to_experts_use_the_links_that_they_really_use():
-    """Slower links between the two nodes of 16 expert-parallel ranks: what crosses takes as much longer."""
+@pytest.mark.parametrize(
+    ("ep", "etp", "dispatcher"), [(16, 1, "alltoall"), (1, 16, "alltoall"), (8, 2, "allgather")]
+)
+def test_tokens_on_their_way_to_experts_use_the_links_that_they_really_use(ep, etp, dispatcher):
+    """Slower links between the two nodes of 16 ranks that have one another's experts, or parts of the same:
+    what crosses takes as much longer."""
     plan = plan_from_text(
-        """
+        f"""
 schema: 1
 model: qwen3-30b-a3b
-training: {global_batch: 16, seq_len: 2048, precision: bf16}
-cluster: {gpu: h100-sxm-80gb, nodes: 2, gpus_per_node: 8}
+training: {{global_batch: 16, seq_len: 2048, precision: bf16}}
+cluster: {{gpu: h100-sxm-80gb, nodes: 2, gpus_per_node: 8}}
 target: megatron
 grad_accum: 2
-execution: {expert_parallel: 16, expert_tensor_parallel: 1}
+execution: {{expert_parallel: {ep}, expert_tensor_parallel: {etp}, expert_dispatcher: {dispatcher}}}
 sequence_parallel: true
-stages: [{layers: 48, nodes: 2, gpus_per_node: 8, dp: 8, tp: 2, micro_batch: 1, zero: 1}]
+stages: [{{layers: 48, nodes: 2, gpus_per_node: 8, dp: 8, tp: 2, micro_batch: 1, zero: 1}}]
 """
     )
 

@@ -92,6 +92,13 @@ PLANS = {
         nodes=2,
         execution={"expert_parallel": 8, "expert_dispatcher": "flex"},
     ),
+    "qwen3, matrices over two nodes and experts on four ranks each": plan(
+        "qwen3-30b-a3b",
+        StagePlan(layers=48, nodes=2, gpus_per_node=8, dp=1, tp=16, micro_batch=1),
+        nodes=2,
+        sequence_parallel=True,
+        execution={"expert_parallel": 4},
+    ),
     "qwen2, gated shared experts": plan(
         "qwen2-57b-a14b", stage(28, dp=8), execution={"expert_parallel": 2, "expert_dispatcher": "allgather"}
     ),

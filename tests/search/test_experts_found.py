@@ -177,7 +177,7 @@ def every_plan(job: Job) -> Iterator[Plan]:
             divisors(batch), (0, 1, 2, 3), divisors(layers), splits(job, stages), executions(job, cp)
         ):
             chunks = [count // vpp for count in split]
-            if batch % (dp * micro_batch) or tp > inside or any(count % vpp for count in split):
+            if batch % (dp * micro_batch) or any(count % vpp for count in split):
                 continue
             if zero > 1 and not (execution.megatron_fsdp and stages == 1):
                 continue

@@ -33,7 +33,8 @@ from mist_megatron.frameworks.megatron.switches import (
 )
 from mist_megatron.frameworks.stages_json import stages_document
 from mist_megatron.spec.catalogue import BLACKWELL
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.mesh import Group
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.targets.rules import require_runnable
 from mist_megatron.targets.table import TARGETS
 
@@ -126,10 +127,18 @@ def sharding_flags(plan: Plan) -> Flags:
 
 
 def distributed_optimizer(plan: Plan) -> bool:
-    """Uniform over stages; optimizer offload needs it even where there is nothing to shard (A:1884)."""
-    ranks = plan.execution.context_parallel
-    sharded = any(stage.zero >= 1 and stage.dp * ranks > 1 for stage in plan.stages)
-    return sharded or offloads_optimizer(plan) or keeps_narrow(plan) or bool(plan.execution.megatron_fsdp)
+    """Uniform over stages; optimizer offload and weights of 8 bits need it even where there is nothing to
+    shard (A:1884, A:1061)."""
+    sharded = any(stage.zero >= 1 and _copied(stage, plan) for stage in plan.stages)
+    asked = bool(plan.execution.megatron_fsdp) or bool(plan.execution.fp8_param_gather)
+    return sharded or offloads_optimizer(plan) or keeps_narrow(plan) or asked
+
+
+def _copied(stage: StagePlan, plan: Plan) -> bool:
+    """Whether several ranks of a stage have the same weights, or the same experts, which may be on several
+    where tensor parallelism leaves one replica of all else."""
+    mesh = stage.mesh(plan.execution)
+    return mesh.size(Group.DATA) > 1 or (plan.model.routed is not None and mesh.size(Group.EXPERT_DATA) > 1)
 
 
 def offloads_optimizer(plan: Plan) -> bool:
@@ -154,7 +163,7 @@ def execution_flags(plan: Plan) -> Flags:
     the reduction's overlap and the distributed optimizer (A:1023).
     """
     execution, half = plan.execution, plan.execution.grad_bytes == 2
-    spread = any(stage.dp * execution.context_parallel > 1 for stage in plan.stages)
+    spread = any(_copied(stage, plan) for stage in plan.stages)
     reduce = spread and bool(execution.overlap_grad_reduce)
     gather = reduce and distributed_optimizer(plan) and bool(execution.overlap_param_gather)
     return (
