@@ -31,25 +31,44 @@ ROLES = (StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST)
 def crossings_s(evaluator: StageEvaluator, shape: EqualPipeline) -> list[tuple[float, float]]:
     """By position of equal stages: what their own borders take of a micro-batch beyond the least of their
     role, and of that what is in turn."""
-    stages, linked = shape.stages, evaluator.job.cluster.linked_gpus
-    found = [(0.0, 0.0)] * stages
-    unknown = Term.PIPELINE_P2P in evaluator.time_context.without
-    if stages < 3 or shape.vpp > 1 or shape.gpus >= linked or unknown:
+    return all_crossings_s(evaluator, [shape])[0] or [(0.0, 0.0)] * shape.stages
+
+
+def all_crossings_s(
+    evaluator: StageEvaluator, shapes: Sequence[EqualPipeline]
+) -> list[list[tuple[float, float]]]:
+    """The same of many shapes, those on meshes of one size together; empty where it is nothing."""
+    linked, model = evaluator.job.cluster.linked_gpus, evaluator.job.model
+    found: list[list[tuple[float, float]]] = [[] for _ in shapes]
+    if Term.PIPELINE_P2P in evaluator.time_context.without:
         return found
-    grid, model = _grid([shape], StageRole.MIDDLE), evaluator.job.model
-    if len(model.kinds) > 1:
-        counts = tuple(LayerCount(grid.layers, grid.ckpt) for _ in model.kinds)
-        grid = replace(grid, counts=counts, runs=((0, 0),), before=None if model.alike else 0)
-    work = evaluator.work(grid)
-    least_s, turn = least_sent(work).fixed, in_turn_share(evaluator.time_context.facts)
-    more_s = {}
-    for position in range(1, stages - 1):
-        crossed = own_crossings(position, stages, shape.gpus, linked)
-        if crossed not in more_s:
-            sent, _ = sent_to_neighbours(replace(work, grid=replace(work.grid, crossed=crossed)))
-            assert sent is not None
-            more_s[crossed] = float(np.max(sent.fixed - least_s))
-        found[position] = (1.0 - turn) * more_s[crossed], turn * more_s[crossed]
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for row, shape in enumerate(shapes):
+        # Of two stages on a node each has one neighbour there, which its role tells.
+        if shape.stages >= 3 and shape.vpp == 1 and linked // shape.gpus > 2:
+            mesh = shape.nodes, shape.gpus_per_node, shape.sequence_parallel, shape.bridged
+            groups.setdefault(mesh, []).append(row)
+    turn = in_turn_share(evaluator.time_context.facts)
+    for rows in groups.values():
+        members = [shapes[row] for row in rows]
+        grid = _grid(members, StageRole.MIDDLE)
+        if len(model.kinds) > 1:
+            counts = tuple(LayerCount(grid.layers, grid.ckpt) for _ in model.kinds)
+            grid = replace(grid, counts=counts, runs=((0, 0),), before=None if model.alike else 0)
+        work = evaluator.work(grid)
+        least_s = least_sent(work).fixed
+        more_s: dict[tuple[bool, ...], Array] = {}
+        for place, (row, shape) in enumerate(zip(rows, members, strict=True)):
+            each = [0.0] * shape.stages
+            for position in range(1, shape.stages - 1):
+                crossed = own_crossings(position, shape.stages, shape.gpus, linked)
+                if crossed not in more_s:
+                    sent, _ = sent_to_neighbours(replace(work, grid=replace(work.grid, crossed=crossed)))
+                    assert sent is not None
+                    more_s[crossed] = np.broadcast_to(sent.fixed - least_s, (len(members),))
+                each[position] = float(more_s[crossed][place])
+            if any(each):
+                found[row] = [((1.0 - turn) * seconds, turn * seconds) for seconds in each]
     return found
 
 

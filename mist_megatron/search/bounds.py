@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.cost.grid import StageGrid
+from mist_megatron.search.borders import all_crossings_s
 from mist_megatron.search.choices import Ints, fractions
 from mist_megatron.search.pipelines import EqualPipeline, slices_alike
 from mist_megatron.search.points import Ends, Front
@@ -85,6 +86,10 @@ class LeastTimes:
         return Front(self.ramp_s[row], self.d_s[row], self.step_s[row], self.in_turn_s, backward_s)
 
 
+Crossed = Sequence[tuple[float, float]]
+"""By position, what is not said of the role of a stage (`borders.crossings_s`); empty where it is nothing."""
+
+
 @dataclass(frozen=True)
 class EqualBound:
     """The least times of one shape."""
@@ -97,6 +102,8 @@ class EqualBound:
     """Least t + d of a first stage, and the step."""
     stages: tuple[LeastTimes, LeastTimes, LeastTimes]
     """A first, middle and last stage."""
+    crossed: Crossed = ()
+    """What borders take of stages that share nodes."""
 
     def cap_s(self, shape: EqualPipeline, role: StageRole, best_s: float) -> float:
         """No stage of a plan that beats `best_s` has a larger t.
@@ -147,9 +154,10 @@ def _group(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[Equ
     priced = {
         k: least_times(question, shapes, role_of(k, stages), counts or None) for k in sorted(set(positions))
     }
+    crossed = all_crossings_s(question.evaluator, shapes)
     return [
-        bound_of(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]))
-        for row, shape in enumerate(shapes)
+        bound_of(question, shape, (priced[0][row], priced[positions[1]][row], priced[stages - 1][row]), each)
+        for row, (shape, each) in enumerate(zip(shapes, crossed, strict=True))
     ]
 
 
@@ -172,22 +180,25 @@ def _is_even(question: SearchProblem, shape: EqualPipeline) -> bool:
 
 
 def bound_of(
-    question: SearchProblem, shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]
+    question: SearchProblem,
+    shape: EqualPipeline,
+    stages: tuple[LeastTimes, LeastTimes, LeastTimes],
+    crossed: Crossed = (),
 ) -> EqualBound:
-    """From the least times of a first, a middle and a last stage."""
+    """From the least times of a first, a middle and a last stage, and what their borders add to these."""
     layers, count = question.evaluator.job.model.layers, shape.stages
     if _is_even(question, shape):
-        return _even_bound(shape, stages)
+        return _even_bound(shape, stages, crossed)
     if splits_layers(question.space, count, shape.vpp):
         table = split_table(layers, count, shape.vpp)
-        values_s = split_bounds(shape, stages, table)
-        return EqualBound(float(values_s.min()), 0.0, 0.0, stages)
+        values_s = split_bounds(shape, stages, table, crossed)
+        return EqualBound(float(values_s.min()), 0.0, 0.0, stages, crossed)
     used = (stages[0], stages[2]) if count == 2 else stages
     counts = (1, 1) if count == 2 else (1, count - 2, 1)
     # All layers at the least price per layer, and each stage's fixed part.
     slope = min(float(stage.t_s[1] - stage.t_s[0]) for stage in used)
     fixed = sum(n * (float(stage.ramp_s[0]) - slope) for n, stage in zip(counts, used, strict=True))
-    sum_s = fixed + slope * layers
+    sum_s = fixed + slope * layers + sum(more_s for more_s, _ in crossed)
     most = layers - count + 1
     # Some stage has its even share or more.
     share = -(-layers // count)
@@ -197,7 +208,27 @@ def bound_of(
     both_s = float(stages[0].both_s[:most].min()) + step_s
     slope = min(slope, *(float(stage.ramp_s[0]) for stage in used))
     steady_s = _least_steady_s(shape, sum_s, slope, layers, used)
-    return EqualBound((steady_s + rest_s) * (1 - 1e-9), rest_s, both_s, stages)
+    if crossed:
+        # Every stage has a layer.
+        ramp_s = [float(stage.ramp_s[0]) for stage in stages]
+        t_s = np.array([[ramp_s[0], *[ramp_s[1]] * (count - 2), ramp_s[2]]])
+        steady_s = max(steady_s, float(_crossing_s(shape, t_s, crossed)[0]))
+    return EqualBound((steady_s + rest_s) * (1 - 1e-9), rest_s, both_s, stages, crossed)
+
+
+def _crossing_s(shape: EqualPipeline, t_s: Array, crossed: Crossed) -> Array:
+    """u of the slowest of the stages that have borders of nodes, by row of stages that take so long but for
+    these, and without what all send in turn."""
+    more_s, in_turn_s = np.array(crossed).T
+    t_s = t_s + more_s
+    behind_s = t_s[:, ::-1].cumsum(axis=1)[:, ::-1] - t_s
+    steady_s = np.full(len(t_s), -np.inf)
+    for position in np.flatnonzero(more_s):
+        own_s, following = t_s[:, position], shape.stages - 1 - int(position)
+        ends = Ends.of(shape.grad_accum, following, shape.stages)
+        u_s = steady_of(own_s, 0.5 * own_s, in_turn_s[position], ends, behind_s[:, position])
+        steady_s = np.maximum(steady_s, u_s)
+    return steady_s
 
 
 def _in_turn_times(shape: EqualPipeline) -> float:
@@ -220,7 +251,9 @@ def _least_steady_s(
     return others * slope_s * layers / (count - early + early / longer)
 
 
-def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> EqualBound:
+def _even_bound(
+    shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes], crossed: Crossed
+) -> EqualBound:
     """With the number of layers known."""
     count, others = shape.stages, shape.grad_accum - 1
     if shape.vpp > 1:
@@ -230,6 +263,7 @@ def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, Leas
         for parts in zip(*((stage.ramp_s, stage.both_s, stage.step_s) for stage in stages), strict=True)
     )
     sum_s = t_s[0] if count == 1 else t_s[0] + (count - 2) * t_s[1] + t_s[2]
+    sum_s += sum(more_s for more_s, _ in crossed)
     hidden = (0.0, t_s[0], sum_s - t_s[2])
     in_turn_s = [stage.in_turn_s for stage in stages]
     second_s = max(
@@ -247,8 +281,11 @@ def _even_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, Leas
             float(steady_of(t, 0.5 * t, 0.0, Ends.of(shape.grad_accum, after, count), rest))
             for t, after, rest in zip(t_s, following, behind, strict=True)
         )
+    if crossed:
+        every_s = np.array([[t_s[0], *[t_s[1]] * (count - 2), t_s[2]]])
+        steady_s = max(steady_s, float(_crossing_s(shape, every_s, crossed)[0]))
     value_s = (steady_s + rest_s) * (1 - 1e-9)
-    return EqualBound(value_s, rest_s, both_s[0] + max(step_s), stages)
+    return EqualBound(value_s, rest_s, both_s[0] + max(step_s), stages, crossed)
 
 
 def _even_chunks_bound(shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes]) -> EqualBound:
@@ -284,7 +321,10 @@ def chunks_s(grad_accum: int | Array, t_s: Array, both_s: Array, shares: Array) 
 
 
 def split_bounds(
-    shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes], table: NDArray[np.intp]
+    shape: EqualPipeline,
+    stages: tuple[LeastTimes, LeastTimes, LeastTimes],
+    table: NDArray[np.intp],
+    crossed: Crossed = (),
 ) -> Array:
     """The same of splits of the layers over stages that are alike in all else, one a row."""
     if shape.vpp > 1:
@@ -312,7 +352,7 @@ def split_bounds(
     used = [0, 2] if count == 2 else [0, 1, 2]
     slope = (stages[1].ramp_s[-1] - stages[1].ramp_s[0]) / max(high - low, 1)
     middle_s = stages[1].ramp_s[0] + (of_middle - low) * slope
-    sum_s = ramp_s[0] + (count - 2) * middle_s + ramp_s[2]
+    sum_s = ramp_s[0] + (count - 2) * middle_s + ramp_s[2] + sum(more_s for more_s, _ in crossed)
     hidden = (0.0, ramp_s[0], sum_s - ramp_s[2])
     second_s = np.max([sum_s - ramp_s[k] + both_s[k] - in_turn_s[k] - hidden[k] for k in used], axis=0)
     rest_s = step_s + second_s + _in_turn_times(shape) * min(in_turn_s)
@@ -322,6 +362,10 @@ def split_bounds(
         steady_of(ramp_s[k], 0.5 * ramp_s[k], 0.0, Ends.of(shape.grad_accum, following[k], count), behind[k])
         for k in used
     ]
+    if crossed:
+        middle = stages[1].ramp_s[0] + (table[:, 1:-1] - low) * slope
+        every_s = np.column_stack([ramp_s[0], middle, ramp_s[2]])
+        steady.append(_crossing_s(shape, every_s, crossed))
     return np.asarray((np.max(steady, axis=0) + rest_s) * (1 - 1e-9))
 
 

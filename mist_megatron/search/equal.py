@@ -88,11 +88,14 @@ def _may_beat(
     """Whether the best split of the layers is fast enough, memory unlimited."""
     if shape.stages == 1 or shape.vpp > 1 or not question.space.uneven_layers or not np.isfinite(best_s):
         return True
+    crossed = bound.crossed or ((0.0, 0.0),) * shape.stages
+    kinds = [(role_of(position, shape.stages), more) for position, more in enumerate(crossed)]
+    least = dict(zip(ROLES, bound.stages, strict=True))
     fronts = {
-        role: {count: least.front(count) for count in windows.get(role, ())}
-        for role, least in zip(ROLES, bound.stages, strict=True)
+        (role, more): {count: least[role].front(count).beside(more) for count in windows.get(role, ())}
+        for role, more in set(kinds)
     }
-    stages = [fronts[role_of(position, shape.stages)] for position in range(shape.stages)]
+    stages = [fronts[kind] for kind in kinds]
     pipelines = in_line(stages, question.evaluator.job.model.layers)
     return improves(pipelines, shape.grad_accum, best_s, question.tick)
 
@@ -172,7 +175,7 @@ def _splits_of(
     layers, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
     if not splits_layers(question.space, stages, vpp):
         return [(0.0, (layers // stages,) * stages)]
-    bounds_s = split_bounds(shape, bound.stages, split_table(layers, stages, vpp))
+    bounds_s = split_bounds(shape, bound.stages, split_table(layers, stages, vpp), bound.crossed)
     return sorted(zip(map(float, bounds_s), layer_splits(layers, stages, vpp), strict=True))
 
 

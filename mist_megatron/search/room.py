@@ -81,7 +81,9 @@ def _values(
     others = shape.grad_accum - 1
     times = others - (0.5 * min(shape.stages - 1, others) if shape.vpp == 1 else 0.0)
     table, several = _table(question, shape)
-    values_s = split_bounds(shape, bound.stages, table) if several else np.array([bound.value_s])
+    values_s = (
+        split_bounds(shape, bound.stages, table, bound.crossed) if several else np.array([bound.value_s])
+    )
     fits = np.isfinite(more_s)
     added = np.where(fits, times * np.where(fits, more_s, 0.0) * (1 - 1e-9), np.inf)
     return float((values_s + added).min()), float(np.where(fits, np.inf, values_s).min())

@@ -94,6 +94,36 @@ def test_no_split_beats_the_bound_of_all(stages: int, grad_accum: int) -> None:
         assert 0.5 * least < bound_of(question, shape, tuple(times)).value_s <= least
 
 
+@pytest.mark.parametrize("grad_accum", [1, 2, 3, 16])
+@pytest.mark.parametrize("stages", [3, 4, 6])
+def test_bounds_count_what_stages_beside_a_border_of_nodes_send(stages: int, grad_accum: int):
+    """Exactly where the border is what makes a step long, whatever layers its stages have."""
+    rng, table = np.random.default_rng(stages), split_table(LAYERS, stages, 1)
+    shape, uneven = shape_of(stages, grad_accum), question_of(LAYERS, uneven_layers=True)
+    for slow_s in (0.1, 1.0, 300.0):
+        times, turn = random_stages(rng, in_turn=True), rng.choice([0.0, 0.5])
+        seconds = [0.0, *rng.choice([0.0, slow_s], stages - 3), slow_s, 0.0]
+        crossed = [((1.0 - turn) * more_s, turn * more_s) for more_s in seconds]
+        near = tuple(cut(one, table.min(), -(-LAYERS // stages), table.max()) for one in times)
+
+        def least(split: tuple[int, ...], times=times, crossed=crossed) -> float:
+            roles = [0, *[1] * (stages - 2), 2]
+            sized = zip(roles, split, crossed, strict=True)
+            fronts = [times[role].front(count).beside(more) for role, count, more in sized]
+            return least_time([(front, 0) for front in fronts], grad_accum)
+
+        bounds = split_bounds(shape, near, table, crossed)
+        best_s = min(least(split) for split in every_split(LAYERS, stages))
+        pairs = [(bound, least(tuple(split))) for bound, split in zip(bounds, table.tolist(), strict=True)]
+        pairs.append((bound_of(uneven, shape, tuple(times), crossed).value_s, best_s))
+        even = bound_of(
+            question_of(2 * stages, uneven_layers=False), shape, tuple(cut(one, 2) for one in times), crossed
+        )
+        for bound, wanted in [*pairs, (even.value_s, least((2,) * stages))]:
+            assert bound <= wanted
+            assert bound > 0.9 * wanted or slow_s < 300.0
+
+
 @pytest.mark.parametrize(
     ("stages", "grad_accum", "longer", "layers"),
     [
