@@ -59,9 +59,7 @@ def last_reductions(work: StageWork, *, followed: bool) -> Linear:
         added = added + of_kind(place, kept_s, whole_s - kept_s)
         if followed:
             added = added + Linear(_coming_back_s(work, place, reduce_s, beside_s))
-        own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
-        left_s = np.maximum(_at_end_s(work, place) - own_s, 0.0)
-        spare_s = spare_s + grid.by_kind[place].layers * np.where(_joins(block.kept), 0.0, left_s)
+        spare_s = spare_s + np.where(_joins(block.kept), 0.0, _left_s(work, place, reduce_s))
     first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
     joins = any(any_of(_joins(block.kept)) for block in work.blocks)
     if takes_turns(work) and first >= 0 and last >= 0 and not joins:
@@ -74,7 +72,8 @@ def last_reductions(work: StageWork, *, followed: bool) -> Linear:
         ends = recomputed_of(work, last) if followed else kept
         if followed:
             compute_s = np.where(grid.offload.activations > 0.0, _compute_s(ends), compute_s)
-        before_s, behind_s, copies = _usual_s(kept, kept), _usual_s(kept, work.head), _copies_s(ends)
+        before_s, behind_s = _usual_s(kept, kept), _usual_s(kept, work.head)
+        copies = _copies_s(ends) if followed else _beside_last(work, last)
         added = added + Linear(
             beside_s(compute_s, edges[0], behind_s, copies)
             - beside_s(compute_s, blocks[last], before_s, copies)
@@ -88,7 +87,8 @@ def last_reductions(work: StageWork, *, followed: bool) -> Linear:
             spare_s = np.where(both, 0.0, spare_s)
         if first >= 0 and any_of(edges[0]):
             spare_s = spare_s - np.maximum(compute_s - blocks[last], 0.0)
-            added = added + Linear(-_hidden_s(edges[0] - compute_s, spare_s, factors))
+            longer_s = edges[0] - _beside_head_s(compute_s, copies, factors)
+            added = added + Linear(-_hidden_s(longer_s, spare_s, factors))
     if first >= 0:
         beside, kept = ZERO if work.embedding is None else _compute_s(work.embedding), work.blocks[first].kept
         added = added + Linear(_quiet_end_s(work, first, blocks[first], beside_s))
@@ -101,11 +101,21 @@ def last_reductions(work: StageWork, *, followed: bool) -> Linear:
     return added
 
 
+def _beside_head_s(compute_s: Array, copies: Copies, factors: Array) -> Array:
+    """What a head's reduction has of the layer beside it: copies that this waits for too."""
+    return overlapped_time((compute_s, ZERO, *copies[:2]), factors) if _any_come(copies) else compute_s
+
+
 def _hidden_s(longer_s: Array, spare_s: Array, factors: Array) -> Array:
     """What a head's reduction takes longer than the layer beside it, where the following ones leave time."""
     hidden_s = np.minimum(np.maximum(longer_s, 0.0), np.maximum(spare_s, 0.0))
     slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
     return hidden_s * (1.0 - slow * (1.0 - 1.0 / slow_compute))
+
+
+def _any_come(copies: Copies) -> bool:
+    """Or go."""
+    return any_of(copies[0]) or any_of(copies[1])
 
 
 def _beside(factors: Array) -> Beside:
@@ -114,7 +124,7 @@ def _beside(factors: Array) -> Beside:
     def beside_s(
         compute_s: Array, reduce_s: Array, usual_s: Array = ZERO, copies: Copies = NO_COPIES
     ) -> Array:
-        quiet = not (any_of(usual_s) or any_of(copies[0]) or any_of(copies[1]))
+        quiet = not (any_of(usual_s) or _any_come(copies))
         copied, then = copies[:2], ZERO if quiet else copies[2]
         alone_s = compute_s if quiet else overlapped_time((compute_s, usual_s, *copied), factors, then)
         return overlapped_time((compute_s, usual_s + reduce_s, *copied), factors, then) - alone_s
@@ -132,14 +142,42 @@ def _coming_back_s(work: StageWork, place: int, reduce_s: Array, beside_s: Besid
     return np.where(count.ckpt < count.layers, there_s - quiet_s, 0.0)
 
 
+def _left_s(work: StageWork, place: int, reduce_s: Array) -> Array:
+    """What reductions leave of the time of all layers of a kind: the most of those that are run again."""
+    block, count = work.blocks[place], work.grid.by_kind[place]
+    own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
+    kept_s, whole_s = (np.maximum(_compute_s(one) - own_s, 0.0) for one in (block.kept, block.recomputed))
+    return np.asarray(count.layers * kept_s + count.ckpt * (whole_s - kept_s))
+
+
 def _quiet_end_s(work: StageWork, place: int, reduce_s: Array, beside_s: Beside) -> Array:
-    """Nothing comes in beside the layer that the pass ends with, to which more is added."""
-    kept = work.blocks[place].kept
-    compute_s, usual_s, copies = _at_end_s(work, place), _usual_s(kept, kept), _copies_s(kept)
-    if not any_of(copies[0]):
+    """Nothing comes in beside the last of the kept layers that the pass comes to, or of all where none is
+    kept: more is added to it."""
+    block, count = work.blocks[place], work.grid.by_kind[place]
+    if not any_of(_copies_s(block.kept)[0]):
         return ZERO
+    kept_s, whole_s = (_quieter_s(layer, reduce_s, beside_s) for layer in (block.kept, block.recomputed))
+    return np.where(count.ckpt < count.layers, kept_s, whole_s)
+
+
+def _quieter_s(layer: LayerWork, reduce_s: Array, beside_s: Beside) -> Array:
+    compute_s, usual_s, copies = _compute_s(layer), _usual_s(layer, layer), _copies_s(layer)
     quiet_s = beside_s(compute_s, reduce_s, usual_s, (ZERO, *copies[1:]))
     return np.asarray(quiet_s - beside_s(compute_s, reduce_s, usual_s, copies))
+
+
+def _beside_last(work: StageWork, place: int) -> Copies:
+    """Beside the layer that the pass begins with, where that is kept if any is: what comes in is of the layer
+    before it, which has nothing to come where it is run again."""
+    block, count = work.blocks[place], work.grid.by_kind[place]
+    copies = _copies_s(block.kept)
+    if not any_of(copies[0]) or block.recomputed is block.kept:
+        return copies
+    kept, whole = count.layers - count.ckpt, _copies_s(block.recomputed)
+    comes_s = np.where((kept == 1.0) & (count.ckpt > 0.0), whole[0], copies[0])
+    every = zip((comes_s, *copies[1:]), whole, strict=True)
+    arrive, leave, then = (np.where(kept > 0.0, own_s, other_s) for own_s, other_s in every)
+    return arrive, leave, then
 
 
 def _at_borders_s(work: StageWork, blocks: Sequence[Array], beside_s: Beside) -> Array:

@@ -7,6 +7,7 @@ Bounds are what was measured, rounded up: each kind of traffic alone, then all o
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from plans_to_play import MODEL, benchmark_program, evaluator_of, plan_of
 from mist_megatron.events.disagreement import Disagreement, disagreement
 from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.formats.model_yaml import model_from_mapping
+from mist_megatron.spec.cluster import LinkOverrides
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution, Plan
 
@@ -79,6 +81,30 @@ def test_overlapped_reductions_of_the_last_pass_hold_nothing_up() -> None:
     execution = Execution(overlap_grad_reduce=True, overlap_param_gather=True)
     found, _ = played(plan_of(8, target="megatron", grad_accum=4, execution=execution, **STAGE))  # type: ignore[arg-type]
     assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.01)
+
+
+@pytest.mark.parametrize("vocab", [32000, 65536])
+@pytest.mark.parametrize("activations", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("layers", "ckpt"), [(2, 1), (2, 2), (3, 1)])
+def test_a_large_heads_reduction_hides_where_layers_are_run_again(
+    layers: int, ckpt: int, activations: float, vocab: int
+) -> None:
+    """In one micro-batch, longer than the layer beside it: behind all of the others' time, and behind no
+    copies where there are none (once told 3 % too slow and 2 % too fast)."""
+    plan = plan_of(
+        layers,
+        target="megatron+patches",
+        grad_accum=1,
+        execution=Execution(overlap_grad_reduce=True),
+        sizes={"vocab": vocab},
+        zero=0,
+        dp=2,
+        ckpt=ckpt,
+        offload=Offload(activations=activations),
+    )
+    links = LinkOverrides(intra_bytes_per_s=1e11)
+    found, _ = played(replace(plan, cluster=replace(plan.cluster, links=links)))
+    assert found.closed_form_s == pytest.approx(found.iteration_s, rel=0.005)
 
 
 @pytest.mark.parametrize("vocab", [1024, 250_000])
