@@ -131,20 +131,20 @@ def test_islands_change_the_shape(links, tmp_path):
 
 
 def test_islands_of_many_nodes_are_answered_soon(links):
-    """Offload of any fraction on eight nodes, which took four minutes while every search was a whole one."""
-    rates = np.full((8, 8), 0.4e9)
-    for first in range(0, 8, 2):
-        rates[first, 7 - first] = rates[7 - first, first] = 20e9
+    """Offload of any fraction on six nodes; of eight it took minutes while every search was a whole one."""
+    rates = np.full((6, 6), 0.4e9)
+    for first in range(0, 6, 2):
+        rates[first, 5 - first] = rates[5 - first, first] = 20e9
     path = links(matrix_of(rates))
-    job = mm.job(**{**JOB, "gpus": 8, "target": "mist"})
+    job = mm.job(**{**JOB, "gpus": 6, "global_batch": 12, "target": "mist"})
     started = time.process_time()
     tuned = mm.tune(job, links=path, fix=["micro_batch=1"])
-    assert time.process_time() - started < 60.0
+    assert time.process_time() - started < 30.0
     assert tuned.proof.status == "optimal"
     assert tuned.proof.bound_s <= tuned.iteration_s == pytest.approx(mm.predict(tuned.plan).iteration_s)
-    fast = {frozenset((f"n{first}", f"n{7 - first}")) for first in range(0, 8, 2)}
+    fast = {frozenset((f"n{first}", f"n{5 - first}")) for first in range(0, 6, 2)}
     hosts = tuned.on_links.best.hosts
-    assert sum(frozenset(pair) in fast for pair in pairwise(hosts)) >= 3
+    assert sum(frozenset(pair) in fast for pair in pairwise(hosts)) >= 2
 
 
 def test_spare_nodes_are_chosen_among(links):

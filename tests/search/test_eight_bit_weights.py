@@ -10,10 +10,10 @@ from mist_megatron.errors import InputError
 JOB = {"model": "llama3-8b", "gpus": 8, "gpu": "h100-sxm-80gb", "seq": 8192, "global_batch": 32}
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensorwise"])
-def test_less_memory_is_no_slower(precision: str) -> None:
-    usual = mm.tune(**JOB, precision=precision)
-    alone = mm.tune(**JOB, precision=precision, fix=["fp8_param_gather=1"])
+def test_less_memory_is_no_slower() -> None:
+    words = {**JOB, "precision": "fp8-tensorwise"}
+    usual = mm.tune(**words)
+    alone = mm.tune(**words, fix=["fp8_param_gather=1"])
     assert alone.plan.execution.fp8_param_gather
     assert all(stage.zero for stage in alone.plan.stages)
     assert alone.prediction.iteration_s <= usual.prediction.iteration_s * (1.0 + 1e-9)
