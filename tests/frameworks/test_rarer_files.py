@@ -36,7 +36,7 @@ from mist_megatron.frameworks.torch.files import files
 from mist_megatron.spec import catalogue
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
-from mist_megatron.spec.plan import Plan
+from mist_megatron.spec.plan import Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 
@@ -264,7 +264,8 @@ def test_gradients_are_reduced_where_any_stage_has_replicas(
     ).plan  # fmt: skip
     assert plan is not None
     execution = replace(plan.execution, overlap_grad_reduce=True, overlap_param_gather=True)
-    stages = [SimpleNamespace(dp=dp, zero=1) for dp in replicas]
+    sizes = {"layers": 12, "nodes": 1, "tp": 1, "micro_batch": 1, "zero": 1}
+    stages = [StagePlan(**sizes, gpus_per_node=dp * exchange, dp=dp) for dp in replicas]
     told = SimpleNamespace(
         execution=replace(execution, context_parallel=exchange), stages=stages, training=plan.training,
         target="megatron", model=plan.model, cluster=plan.cluster,
