@@ -6,6 +6,7 @@ No other file computes with ranks. A new axis is a field of Mesh, its place in A
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -14,11 +15,12 @@ from operator import mul
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.model import ModelSpec
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 N = TypeVar("N", int, "NDArray[np.float64]")
@@ -170,16 +172,28 @@ class Mesh(Generic[N]):
         return self._of_group("stride", group, lambda: self._product(axes[: axes.index(ALONG[group][0])]))
 
     def nodes(self, group: Group) -> N:
-        """Nodes that such a group touches; where as many ranks as fit no whole number of times on a node are
-        one, some have theirs on two."""
+        """Nodes that such a group touches, the one that touches most where they lie differently: groups that
+        do not fill nodes begin anywhere in one, as far apart as they and a node have in common."""
 
         def touched() -> N:
-            own, per_node = self.size(group), self.gpus_per_node // self.stride(group)
-            per_node = per_node + (per_node < 1)
-            nodes: N = -(-own // per_node) + (own < per_node) * (per_node % own > 0)
+            own, apart, per_node = self.size(group), self.stride(group), self.gpus_per_node
+            common: Any = _in_common(own * apart, per_node)
+            last_begin = per_node - common + _lesser(apart, common) - 1
+            nodes: N = _lesser(own, (last_begin + (own - 1) * apart) // per_node + 1)
             return nodes
 
         return self._of_group("nodes", group, touched)
+
+
+def _in_common(one: Any, other: Any) -> Any:
+    """The greatest common divisor, of numbers or of each in arrays."""
+    if isinstance(one, int) and isinstance(other, int):
+        return math.gcd(one, other)
+    return np.gcd(np.asarray(one, np.int64), np.asarray(other, np.int64))
+
+
+def _lesser(one: Any, other: Any) -> Any:
+    return one * (one < other) + other * (one >= other)
 
 
 def distinct_groups(instances: int, inner: int) -> tuple[Group, ...]:

@@ -14,11 +14,11 @@ def test_gpus_of_a_stage_on_nodes_of_eight(gpus: int, found: tuple[int, int] | N
     assert nodes_and_gpus(gpus, 8) == found
 
 
-@pytest.mark.parametrize("per_node", [2, 4, 8])
+@pytest.mark.parametrize("per_node", [2, 4, 6, 8])
 def test_groups_touch_the_nodes_that_their_ranks_lie_on(per_node: int) -> None:
-    """Of stages on 24 GPUs and on 32, matrices and experts split over one node or many."""
-    for gpus, tp, etp, ep in itertools.product((24, 32), *[(1, 2, 3, 4, 6, 8, 16)] * 3):
-        if gpus % (tp * 2) or gpus % (etp * ep) or any(per_node % n and n % per_node for n in (tp, etp)):
+    """Of stages on whole nodes, matrices and experts split over one node or many, or over parts of some."""
+    for gpus, tp, etp, ep in itertools.product((24, 32, 88, 120), *[(1, 2, 3, 4, 6, 8, 11, 15, 16)] * 3):
+        if gpus % per_node or gpus % tp or gpus % (etp * ep):
             continue
         mesh = Mesh(tp=tp, cp=1, dp=gpus // tp, gpus_per_node=per_node, ep=ep, etp=etp, instances=1, inner=1)
         for group in (Group.TENSOR, Group.DATA, Group.EXPERT_TENSOR, Group.EXPERT, Group.EXPERT_ALL):
