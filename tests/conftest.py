@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import short_form
 import warm_start_server
 from command_line import run
 from conftest_report import native_crashes
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     ):  # begun in the background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    short_form.wanted(config.args)
     if "MIST_TEST_TEMPORARY" in os.environ:  # a worker's: the folder is the one of whoever started it
         return
     for left in Path(tempfile.gettempdir()).glob("mist-tests-*-*"):

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
+from short_form import one_of
 
 import mist_megatron as mm
 from mist_megatron.ask.job_words import JobWords
@@ -61,7 +62,7 @@ def timeless(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", one_of(2, JOBS))
 def test_tune_is_the_same_from_everywhere(mist, name: str) -> None:  # type: ignore[no-untyped-def]
     """Command, API and `ask.tune.tune`: plans and figures to the last bit."""
     words = {**SMALL, "target": name.partition(",")[0], **JOBS[name]}

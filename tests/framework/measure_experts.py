@@ -208,7 +208,8 @@ def main() -> None:
     model_parallel_cuda_manual_seed(1)
     found = {}
     for shape in SHAPES:
-        found[shape.name] = measure(shape, tp, ep)
+        if shape.name in sys.argv[3:]:
+            found[shape.name] = measure(shape, tp, ep)
     print("RESULT " + json.dumps(found), flush=True)
     torch.distributed.barrier()
     os._exit(0)

@@ -8,8 +8,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the test framework environment")
 import test_plain_modules as plain
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from mist_megatron.frameworks.deepspeed.write import adapter_text
 from mist_megatron.spec.adapter import PLACES, adapter_of
@@ -25,11 +23,11 @@ def peft() -> Any:
 @pytest.mark.parametrize("words", ["8", "16:q,v", "4:gate,down", "8:up"])
 def test_llama_layer_with_adapters(words: str, peft: Any) -> None:
     adapter = adapter_of(words)
-    config = LlamaConfig(**plain.OF_LLAMA, attn_implementation="sdpa")
-    given, more, tables = plain.rotated(LlamaRotaryEmbedding(config), 256)
+    config = plain.hf.LlamaConfig(**plain.OF_LLAMA, attn_implementation="sdpa")
+    given, more, tables = plain.rotated(plain.hf.LlamaRotaryEmbedding(config), 256)
     names = [f"{place}_proj" for place in adapter.on]
     wanted = peft.LoraConfig(r=adapter.rank, target_modules=names)
-    layer = peft.inject_adapter_in_model(wanted, LlamaDecoderLayer(config, 0)).bfloat16()
+    layer = peft.inject_adapter_in_model(wanted, plain.hf.LlamaDecoderLayer(config, 0)).bfloat16()
     model = with_adapter(plain.read("llama", plain.OF_LLAMA), adapter)
     trained = sum(p.numel() for p in layer.parameters() if p.requires_grad)
     assert trained == model.trained_parameters / model.layers

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from short_form import some_of
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -137,6 +138,8 @@ CASES = {
         ("optimizer_fraction", "weight_fraction", "layer_activations"),
     ),
 }
+CASES = some_of(2, CASES)
+PLAIN = {name: PLAIN[name] for name in dict.fromkeys(case.like for case in CASES.values())}
 
 
 def pipeline(*stages: dict, **execution: object) -> Plan:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from short_form import some_of
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
 from megatron_case import Case
@@ -35,23 +36,25 @@ BUSY = {"evaluate_at": [1], "resume_at": 2, "loss_scale": 8.0, "inf_at": 3}
 """Everything that may happen in between: evaluation, a checkpoint and its resume, a step to skip."""
 SKIPPED = {**BUSY, "evaluate_at": [3], "resume_at": 3}
 
-ONE_PROCESS = {
+ALONE = {
     "fp32": replace(FULL, evaluate_at=[1], resume_at=2),
     "bf16": replace(HALF, **BUSY),
     "fp32 sharded": replace(FULL, **SHARDED, **BUSY),
+}
+"""On these each of both patches is tried without the other."""
+HOST = {"host optimizer": replace(HALF, **SHARDED, **BUSY, optimizer_fraction=[0.5])}
+OTHERS = {
     "bf16 sharded": replace(HALF, **SHARDED, **BUSY),
     "fused": replace(HALF, **BUSY, fused=True),
     "fused sharded": replace(HALF, **SHARDED, **BUSY, fused=True),
-    "host optimizer": replace(HALF, **SHARDED, **BUSY, optimizer_fraction=[0.5]),
     "recomputed": replace(HALF, **BUSY, recompute=[2]),
     "tied": replace(HALF, **BUSY, tied=True),
     # Evaluated and saved right after the step that is skipped.
     "one micro-batch": replace(HALF, **SHARDED, **SKIPPED, micro_batches=1),
 }
-APART = ("fp32", "bf16", "fp32 sharded", "bf16 sharded", "host optimizer")
-"""Those on which each of both patches is tried without the other."""
+ONE_PROCESS = {**ALONE, **HOST, **some_of(2, OTHERS)}
 RUN = [
-    (name, patch) for name in ONE_PROCESS for patch in (("steps", "states") if name in APART else ("both",))
+    (name, patch) for name in ONE_PROCESS for patch in (("steps", "states") if name in ALONE else ("both",))
 ]
 EXACT = {"optimizer_fraction": [0.5, 0.25]}
 ALL = {**STEPS, **STATES, "activation_offload": [0.5, 0.25]}
@@ -76,10 +79,10 @@ def with_patches(cases: dict[str, Case], **patches: dict) -> dict[str, Case]:
 
 @cache
 def one_process() -> Runs:
-    cases = with_patches({name: ONE_PROCESS[name] for name in APART}, steps=STEPS, states=STATES)
-    others = {name: case for name, case in ONE_PROCESS.items() if name not in APART}
+    cases = with_patches(ALONE, steps=STEPS, states=STATES)
+    others = {name: case for name, case in ONE_PROCESS.items() if name not in ALONE}
     cases |= with_patches(others, both={**STEPS, **STATES})
-    for name in ("fp32", "bf16", "fp32 sharded"):
+    for name in ALONE:
         cases[name, "activations"] = replace(ONE_PROCESS[name], patches={"activation_offload": [0.5]})
         cases[name, "all"] = replace(ONE_PROCESS[name], patches=ALL, twice=True)
     host = ONE_PROCESS["host optimizer"]
@@ -105,14 +108,14 @@ def test_steps_and_states(name, patch):
     assert plain["skipped"] == ([3] if ONE_PROCESS[name].inf_at else [])
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp32 sharded"])
+@pytest.mark.parametrize("name", ALONE)
 def test_activations_alone_and_all_together(name):
     found = one_process()
     assert_same(found[name, "plain"], found[name, "activations"])
     assert_same(found[name, "plain"], found[name, "all"])
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp32 sharded"])
+@pytest.mark.parametrize("name", ALONE)
 def test_decoupled_steps_move_no_gradient_twice(name):
     """Those of the step that is pending stay where they are until their layer is stepped."""
     (states,), (both,) = one_process()[name, "states"], one_process()[name, "all"]
@@ -356,6 +359,7 @@ def test_virtual_stages():
         FULL, pp=2, vpp=2, layers_per_stage=[1] * 4, recompute=[0, 0], evaluate_at=[1], resume_at=2
     )
     cases = {"fp32": case, "bf16 sharded": replace(case, bf16=True, **SHARDED, **BUSY)}
+    cases = some_of(2, cases)
     found = run_all(with_patches(cases, all={**STEPS, **STATES}), 2)
     for name in cases:
         assert_same(found[name, "plain"], found[name, "all"])
@@ -363,7 +367,7 @@ def test_virtual_stages():
 
 def test_tensor_and_sequence_parallel():
     case = replace(HALF, tp=2, sequence_parallel=True, recompute=[1], **SHARDED, **BUSY)
-    cases = {"bf16": case, "fp32": replace(case, bf16=False)}
+    cases = some_of(2, {"bf16": case, "fp32": replace(case, bf16=False)})
     found = run_all(with_patches(cases, all=ALL), 2)
     for name in cases:
         assert_same(found[name, "plain"], found[name, "all"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from short_form import one_of, some_of
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
 from megatron_case import Case
@@ -40,6 +41,7 @@ KINDS = ("late", "random 1")
 BY_CHANCE = ("resumed", "recomputed", "host, all")
 """What has most copies under way: at random too."""
 RUN = [(name, kind) for name in CASES for kind in KINDS if kind == "late" or name in BY_CHANCE]
+RUN = [*dict.fromkeys([("gradients", "late"), *one_of(2, RUN)])]  # its bytes are asked for below
 
 
 def plain(case: Case) -> Case:
@@ -67,7 +69,8 @@ def runs() -> Runs:
     cases = {(name, kind): replace(CASES[name], streams=kind) for name, kind in RUN}
     for name, where in MUTANTS.items():
         cases["mutant", name] = replace(CASES[where], streams="late", mutate=name)
-    return run_all(cases | {(name, "plain"): plain(case) for name, case in CASES.items()}, 1)
+    held_against = dict.fromkeys([*(name for name, _ in RUN), *MUTANTS.values()])
+    return run_all(cases | {(name, "plain"): plain(CASES[name]) for name in held_against}, 1)
 
 
 @pytest.mark.parametrize(("name", "kind"), RUN)
@@ -99,6 +102,7 @@ COLLECTIVES = {
     "host": replace(SENT, optimizer_fraction=[0.5], patches={**HOST.patches, **STEPS}),
 }
 """Gradients are reduced and weights gathered beside passes, by two data-parallel ranks."""
+COLLECTIVES = some_of(2, COLLECTIVES)
 
 
 @cache

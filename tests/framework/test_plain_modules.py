@@ -9,32 +9,8 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the test framework environment")
 import torch
+from late_module import LateModule
 from plain_values import value_of
-from transformers import (
-    BertConfig,
-    CLIPVisionConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    SwinConfig,
-    T5Config,
-    ViTConfig,
-)
-from transformers.models.bert.modeling_bert import BertLayer
-from transformers.models.clip.modeling_clip import CLIPEncoderLayer
-from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma2RotaryEmbedding
-from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer, Gemma3RotaryEmbedding
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-    Qwen2_5_VLPatchMerger,
-    Qwen2_5_VLVisionBlock,
-)
-from transformers.models.swin.modeling_swin import SwinLayer, SwinPatchMerging
-from transformers.models.t5.modeling_t5 import T5Block
-from transformers.models.vit.modeling_vit import ViTLayer
 
 from mist_megatron.cost import symbols as s
 from mist_megatron.cost.blocks import blocks
@@ -47,6 +23,8 @@ from mist_megatron.spec.layer import LayerGroup
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.targets.facts import Modules
+
+hf = LateModule("layers_of_others")
 
 
 def saved_bytes(layer: torch.nn.Module, hidden_states: torch.Tensor, **given: Any) -> int:
@@ -72,7 +50,7 @@ def inputs(hidden: int, seq: int, batch: int) -> torch.Tensor:
 
 
 def saved_by_llama(hidden: int, ffn: int, heads: int, seq: int, batch: int) -> int:
-    config = LlamaConfig(
+    config = hf.LlamaConfig(
         hidden_size=hidden,
         intermediate_size=ffn,
         num_attention_heads=heads,
@@ -81,19 +59,19 @@ def saved_by_llama(hidden: int, ffn: int, heads: int, seq: int, batch: int) -> i
         attn_implementation="sdpa",
     )
     hidden_states, positions = inputs(hidden, seq, batch), torch.arange(seq)[None]
-    tables = tuple(t.bfloat16() for t in LlamaRotaryEmbedding(config)(hidden_states, positions))
-    layer = LlamaDecoderLayer(config, 0).bfloat16()
+    tables = tuple(t.bfloat16() for t in hf.LlamaRotaryEmbedding(config)(hidden_states, positions))
+    layer = hf.LlamaDecoderLayer(config, 0).bfloat16()
     found = saved_bytes(layer, hidden_states, position_embeddings=tables, position_ids=positions)
     # The tables are the model's, one pair for all layers.
     return found - sum(t.untyped_storage().nbytes() for t in tables)
 
 
 def saved_by_gpt2(hidden: int, ffn: int, heads: int, seq: int, batch: int) -> int:
-    config = GPT2Config(
+    config = hf.GPT2Config(
         n_embd=hidden, n_inner=ffn, n_head=heads, n_positions=seq, attn_implementation="sdpa",
         resid_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return saved_bytes(GPT2Block(config, 0).bfloat16(), inputs(hidden, seq, batch))
+    return saved_bytes(hf.GPT2Block(config, 0).bfloat16(), inputs(hidden, seq, batch))
 
 
 SHAPES = pytest.mark.parametrize(
@@ -176,16 +154,18 @@ def rotated(rotary: Any, hidden: int, *layer_type: str) -> tuple[torch.Tensor, d
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_bert_layer(fused: bool, frozen: bool) -> None:
-    layer = BertLayer(implemented(BertConfig(**OF_BERT), fused=fused)).bfloat16().requires_grad_(not frozen)
+    layer = (
+        hf.BertLayer(implemented(hf.BertConfig(**OF_BERT), fused=fused)).bfloat16().requires_grad_(not frozen)
+    )
     measured = saved_bytes(layer, inputs(256, SEQ, BATCH))
     model = read("bert", OF_BERT, frozen=frozen)
     assert kept_by(model, "still" if frozen else "block", fused=fused) == measured
 
 
 def test_frozen_llama_layer() -> None:
-    config = LlamaConfig(**OF_LLAMA, attn_implementation="sdpa")
-    given, more, tables = rotated(LlamaRotaryEmbedding(config), 256)
-    layer = LlamaDecoderLayer(config, 0).bfloat16().requires_grad_(False)
+    config = hf.LlamaConfig(**OF_LLAMA, attn_implementation="sdpa")
+    given, more, tables = rotated(hf.LlamaRotaryEmbedding(config), 256)
+    layer = hf.LlamaDecoderLayer(config, 0).bfloat16().requires_grad_(False)
     measured = saved_bytes(layer, given, **more) - tables
     assert kept_by(read("llama", OF_LLAMA, frozen=True), "still", fused=True) == measured
 
@@ -193,7 +173,7 @@ def test_frozen_llama_layer() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_vit_layer(fused: bool) -> None:
     model = read("vit", OF_VIT)
-    layer = ViTLayer(implemented(ViTConfig(**OF_VIT), fused=fused)).bfloat16()
+    layer = hf.ViTLayer(implemented(hf.ViTConfig(**OF_VIT), fused=fused)).bfloat16()
     measured = saved_bytes(layer, inputs(256, model.tokens or 0, BATCH))
     assert kept_by(model, "block", fused=fused) == measured
 
@@ -202,17 +182,17 @@ def test_vit_layer(fused: bool) -> None:
 def test_clip_layer(fused: bool) -> None:
     """A ViT's, but for the activation."""
     model = read("vit", {**OF_VIT, "hidden_act": "quick_gelu"})
-    config = implemented(CLIPVisionConfig(**SIZES, hidden_act="quick_gelu"), fused=fused)
+    config = implemented(hf.CLIPVisionConfig(**SIZES, hidden_act="quick_gelu"), fused=fused)
     measured = saved_bytes(
-        CLIPEncoderLayer(config).bfloat16(), inputs(256, model.tokens or 0, BATCH), attention_mask=None
+        hf.CLIPEncoderLayer(config).bfloat16(), inputs(256, model.tokens or 0, BATCH), attention_mask=None
     )
     assert kept_by(model, "block", fused=fused) == measured
 
 
 def test_unfused_llama_layer() -> None:
-    config = implemented(LlamaConfig(**{**OF_LLAMA, "num_key_value_heads": 4}), fused=False)
-    given, more, tables = rotated(LlamaRotaryEmbedding(config), 256)
-    measured = saved_bytes(LlamaDecoderLayer(config, 0).bfloat16(), given, **more) - tables
+    config = implemented(hf.LlamaConfig(**{**OF_LLAMA, "num_key_value_heads": 4}), fused=False)
+    given, more, tables = rotated(hf.LlamaRotaryEmbedding(config), 256)
+    measured = saved_bytes(hf.LlamaDecoderLayer(config, 0).bfloat16(), given, **more) - tables
     model = read("llama", {**OF_LLAMA, "num_key_value_heads": 4})
     assert kept_by(model, "block", fused=False) == measured
 
@@ -223,12 +203,12 @@ def test_swin_layer(shift: int) -> None:
     a mask, with which a CPU has none."""
     sides = {"image_size": 112, "patch_size": 4, "window_size": 7, "embed_dim": 64}
     shape = {**sides, "depths": [2, 2], "num_heads": [2, 4], "drop_path_rate": 0.0}
-    model, config = read("swin", shape), implemented(SwinConfig(**shape), fused=False)
-    layer = SwinLayer(config, dim=64, input_resolution=(28, 28), num_heads=2, shift_size=shift).bfloat16()
+    model, config = read("swin", shape), implemented(hf.SwinConfig(**shape), fused=False)
+    layer = hf.SwinLayer(config, dim=64, input_resolution=(28, 28), num_heads=2, shift_size=shift).bfloat16()
     measured = saved_bytes(layer, inputs(64, 28 * 28, BATCH), input_dimensions=(28, 28))
     assert kept_by(model, "stage1", fused=False) == measured
     merge = saved_bytes(
-        SwinPatchMerging(64).bfloat16(), inputs(64, 28 * 28, BATCH), input_dimensions=(28, 28)
+        hf.SwinPatchMerging(64).bfloat16(), inputs(64, 28 * 28, BATCH), input_dimensions=(28, 28)
     )
     assert kept_by(model, "merge2", fused=False) == merge
 
@@ -236,30 +216,32 @@ def test_swin_layer(shift: int) -> None:
 OF_QWEN = {"depth": 8, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 256}
 
 
-@pytest.mark.parametrize("kind", ["vision_window", "vision_full"])
-@pytest.mark.parametrize("fused", [False, True])
+# All patches of an image attend to each other for half a minute where nothing is fused.
+@pytest.mark.parametrize(
+    ("fused", "kind"), [(False, "vision_window"), (True, "vision_window"), (True, "vision_full")]
+)
 def test_qwen_vision_layer(fused: bool, kind: str) -> None:
     """Values keep all that the QKV projection gave. Statistics and weights in fp32 aside."""
     model = read("qwen2_5_vl", {**OF_LLAMA, "vision_config": OF_QWEN})
     (tokens,) = {one.tokens for group in model.groups for one in group.pattern if one.name == kind}
     assert tokens is not None
-    config = Qwen2_5_VLVisionConfig(**OF_QWEN, attn_implementation="sdpa" if fused else "eager")
+    config = hf.Qwen2_5_VLVisionConfig(**OF_QWEN, attn_implementation="sdpa" if fused else "eager")
     bounds = torch.arange(0, tokens + 1, 64 if kind == "vision_window" else tokens, dtype=torch.int32)
     tables = torch.randn(tokens, 64), torch.randn(tokens, 64)
     given = torch.randn(tokens, 256, dtype=torch.bfloat16, requires_grad=True)
-    block = Qwen2_5_VLVisionBlock(config, config._attn_implementation).bfloat16()
+    block = hf.Qwen2_5_VLVisionBlock(config, config._attn_implementation).bfloat16()
     measured = saved_bytes(block, given, cu_seqlens=bounds, position_embeddings=tables)
     measured -= sum(table.untyped_storage().nbytes() for table in tables)
     assert kept_by(model, kind, fused=fused, batch=1) == pytest.approx(measured, rel=0.002)
-    merger = saved_bytes(Qwen2_5_VLPatchMerger(256, 256).bfloat16(), given)
+    merger = saved_bytes(hf.Qwen2_5_VLPatchMerger(256, 256).bfloat16(), given)
     assert kept_by(model, "merger", fused=fused, batch=1) == pytest.approx(merger, rel=0.002)
 
 
 def test_gemma3_layer() -> None:
     """Statistics and weights in fp32 aside."""
-    config = implemented(Gemma3TextConfig(**OF_GEMMA), fused=True)
-    given, more, tables = rotated(Gemma3RotaryEmbedding(config), 256, "full_attention")
-    measured = saved_bytes(Gemma3DecoderLayer(config, 5).bfloat16(), given, **more) - tables
+    config = implemented(hf.Gemma3TextConfig(**OF_GEMMA), fused=True)
+    given, more, tables = rotated(hf.Gemma3RotaryEmbedding(config), 256, "full_attention")
+    measured = saved_bytes(hf.Gemma3DecoderLayer(config, 5).bfloat16(), given, **more) - tables
     assert kept_by(read("gemma3_text", OF_GEMMA), "full", fused=True) == pytest.approx(measured, rel=0.002)
 
 
@@ -267,9 +249,9 @@ def test_gemma3_layer() -> None:
 def test_gemma2_layer(cap: float | None) -> None:
     """Statistics and weights in fp32 aside; without a cap the core is fused."""
     said = {**OF_GEMMA, "attn_logit_softcapping": cap}
-    config = implemented(Gemma2Config(**said), fused=cap is None)
-    given, more, tables = rotated(Gemma2RotaryEmbedding(config), 256)
-    measured = saved_bytes(Gemma2DecoderLayer(config, 5).bfloat16(), given, **more) - tables
+    config = implemented(hf.Gemma2Config(**said), fused=cap is None)
+    given, more, tables = rotated(hf.Gemma2RotaryEmbedding(config), 256)
+    measured = saved_bytes(hf.Gemma2DecoderLayer(config, 5).bfloat16(), given, **more) - tables
     model = read("gemma2", {**OF_GEMMA, "attn_logit_softcapping": cap})
     assert kept_by(model, "full", fused=cap is None) == pytest.approx(measured, rel=0.002)
 
@@ -278,13 +260,13 @@ def test_t5_layers() -> None:
     """The encoder's output, which all layers of the decoder read, is not a layer's."""
     bias = torch.zeros(1, 4, SEQ, SEQ, dtype=torch.bfloat16)
     model = read("t5", OF_T5)
-    config = implemented(T5Config(**OF_T5), fused=False)
-    measured = saved_bytes(T5Block(config).bfloat16(), inputs(256, SEQ, BATCH), position_bias=bias)
+    config = implemented(hf.T5Config(**OF_T5), fused=False)
+    measured = saved_bytes(hf.T5Block(config).bfloat16(), inputs(256, SEQ, BATCH), position_bias=bias)
     assert kept_by(model, "encoder", fused=False) == measured
     config.is_decoder = True
     encoded = inputs(256, SEQ, BATCH)
     measured = saved_bytes(
-        T5Block(config, layer_idx=0).bfloat16(),
+        hf.T5Block(config, layer_idx=0).bfloat16(),
         inputs(256, SEQ, BATCH),
         position_bias=bias,
         encoder_hidden_states=encoded,
@@ -303,11 +285,11 @@ def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5 drops what its MLPs' activation gives, too; BERT does not."""
     monkeypatch.setattr(torch.nn.functional, "dropout", as_on_a_gpu)
     bert = {**OF_BERT, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-    layer = BertLayer(implemented(BertConfig(**bert), fused=False)).bfloat16()
+    layer = hf.BertLayer(implemented(hf.BertConfig(**bert), fused=False)).bfloat16()
     measured = saved_bytes(layer, inputs(256, SEQ, BATCH))
     assert kept_by(read("bert", bert), "block", fused=False, dropped=True) == measured
     t5 = {**OF_T5, "dropout_rate": 0.1}
     bias = torch.zeros(1, 4, SEQ, SEQ, dtype=torch.bfloat16)
-    block = T5Block(implemented(T5Config(**t5), fused=False)).bfloat16()
+    block = hf.T5Block(implemented(hf.T5Config(**t5), fused=False)).bfloat16()
     measured = saved_bytes(block, inputs(256, SEQ, BATCH), position_bias=bias)
     assert kept_by(read("t5", t5), "encoder", fused=False, dropped=True) == measured

@@ -8,6 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
+from short_form import one_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
 from laws import BOUNDS, TARGETS, Tally, check, check_bounds, check_elsewhere, random_job, switched_job
@@ -30,7 +31,7 @@ def test_laws_hold_on_random_jobs(target: str) -> None:
     assert tally.held["the plan fits"] + tally.held["nothing fits"] == JOBS_EACH
 
 
-@pytest.mark.parametrize("seed", [802_000_031, 802_000_072, 802_000_127, 901_000_027])
+@pytest.mark.parametrize("seed", one_of(2, [802_000_072, 802_000_127, 802_000_031, 901_000_027]))
 def test_chunks_of_embedding_or_head_alone_are_told_as_they_are_played(seed: int) -> None:
     """Six layers in eight chunks, told 6 to 11 % too slow once."""
     tally = Tally()

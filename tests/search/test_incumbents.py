@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
+from short_form import one_of
 
 from mist_megatron.search import mixed as unequal
 from mist_megatron.search.borders import ROLES
@@ -27,8 +29,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
-@pytest.mark.parametrize("limit_gib", [3.0, 1000.0])
+@pytest.mark.parametrize(("limit_gib", "target"), one_of(2, itertools.product((3.0, 1000.0), TARGETS)))
 def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     """With an incumbent a hair above a shape's optimum the optimum is found again, and no bound is above it.
 
@@ -61,8 +62,9 @@ def test_pruning_keeps_what_beats_the_incumbent(target, limit_gib):
     assert solved > 2
 
 
-@pytest.mark.parametrize("target", ["mist", "megatron+patches"])
-@pytest.mark.parametrize("limit_gib", [4.0, 1000.0])
+@pytest.mark.parametrize(
+    ("limit_gib", "target"), one_of(2, itertools.product((4.0, 1000.0), ("mist", "megatron+patches")))
+)
 def test_pruning_of_mixtures_keeps_what_beats_the_incumbent(target, limit_gib):
     """The same of pipelines with stages of different sizes, whose steps wait for all stages on Megatron."""
     evaluator = evaluator_of(small_job(target, gpus=4, layers=3, batch=8, limit_gib=limit_gib))

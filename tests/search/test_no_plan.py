@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
+from short_form import one_of
 
 from mist_megatron.ask.job_words import read_job
 from mist_megatron.ask.tune import tune
@@ -32,8 +34,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", list(TARGETS))
-@pytest.mark.parametrize("limit_gib", [0.4, 1.6])
+@pytest.mark.parametrize(("limit_gib", "target"), one_of(2, itertools.product((0.4, 1.6), TARGETS)))
 def test_what_is_ruled_out_fits_with_nothing(target, limit_gib):
     """Every shape that its least memory rules out is solved over the grid, and gives nothing."""
     evaluator = evaluator_of(small_job(target, gpus=4, layers=4, batch=8, limit_gib=limit_gib))

@@ -30,28 +30,17 @@ def run(folder, *texts):
     )
 
 
-def test_search_and_stop(tmp_path):
-    first, *_, last = blocks()
-    done = run(tmp_path, first, last)
+def test_search_pool_dask_cluster_and_stop(tmp_path):
+    pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
+    assert sum("ProcessPoolExecutor" in text for text in blocks()) == 1
+    assert sum("dask" in text for text in blocks()) == 1
+    done = run(tmp_path, *blocks())
     assert done.returncode == 0, done.stderr
-    status, gap, seconds = done.stdout.split()
+    first, *same = done.stdout.splitlines()
+    status, gap, seconds = first.split()
     assert (status, float(gap)) == ("optimal", 0.0)
     assert float(seconds) > 0.0
-
-
-def test_a_pool_of_processes_gives_the_same(tmp_path):
-    pool = next(text for text in blocks() if "ProcessPoolExecutor" in text)
-    done = run(tmp_path, blocks()[0], pool)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "True"
-
-
-def test_a_dask_cluster_gives_the_same(tmp_path):
-    pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
-    dask = next(text for text in blocks() if "dask" in text)
-    done = run(tmp_path, blocks()[0], dask)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "True"
+    assert same == ["True", "True"]
 
 
 def test_a_question_travels_light():

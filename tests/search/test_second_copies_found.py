@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from jobs import told_of
+from short_form import one_of
 from test_wider_spaces import spread_job
 
 import mist_megatron
@@ -39,20 +40,22 @@ def every_plan(job) -> list[Plan]:
     return list(candidates(first, may_checkpoint=True))
 
 
-@pytest.mark.parametrize("memory_bytes", [1e12, 6e9])
+JOBS = [
+    (2, 2, ""),
+    (4, 2, ""),
+    (4, 2, "zero=3"),
+    (4, 2, "hpz=2"),
+    (4, 2, "hpz=4"),
+    (4, 2, "hpz=1"),
+    (2, 4, "zero=3"),
+    (1, 4, "zero=3"),
+    (2, 3, "zero=3"),
+]
+
+
 @pytest.mark.parametrize(
-    ("nodes", "per_node", "fix"),
-    [
-        (2, 2, ""),
-        (4, 2, ""),
-        (4, 2, "zero=3"),
-        (4, 2, "hpz=2"),
-        (4, 2, "hpz=4"),
-        (4, 2, "hpz=1"),
-        (2, 4, "zero=3"),
-        (1, 4, "zero=3"),
-        (2, 3, "zero=3"),
-    ],
+    ("nodes", "per_node", "fix", "memory_bytes"),
+    one_of(2, [(*job, limit) for job in JOBS for limit in (1e12, 6e9)]),
 )
 def test_equal_to_every_plan(memory_bytes: float, nodes: int, per_node: int, fix: str) -> None:
     job = replace(spread_job(2, batch=24, seq=1024), target="deepspeed")

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
+from short_form import one_of
 from test_unequal import pipelines
 
 from mist_megatron.cost.borders import exchanges_seconds
@@ -183,7 +184,7 @@ def agree(found: SearchResult | None, best_s: float) -> None:
     assert best_s * (1 - 1e-9) <= found.objective_s <= best_s * (1 + 1e-9) / (1 - found.gap)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", one_of(2, SEEDS))
 def test_the_fastest_of_all_plans_is_told(seed: int) -> None:
     agree(*told_and_true(seed))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
+from short_form import one_of
 
 from mist_megatron.cost.iteration import iteration_time
 from mist_megatron.cost.predict import grid_of, predict, timing_of
@@ -138,13 +139,16 @@ def brute_force(job, evaluator, lengths):
 
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "layers", "batch", "limit_gib"),
-    [
-        (1, 4, 3, 5, 4, 100.0),
-        (2, 2, 3, 4, 8, 4.0),
-        (1, 6, 2, 3, 6, 4.0),
-        (3, 2, 2, 4, 4, 5.0),
-        (1, 8, 3, 3, 8, 3.0),
-    ],
+    one_of(
+        2,
+        [
+            (1, 8, 3, 3, 8, 3.0),
+            (2, 2, 3, 4, 8, 4.0),
+            (1, 4, 3, 5, 4, 100.0),
+            (3, 2, 2, 4, 4, 5.0),
+            (1, 6, 2, 3, 6, 4.0),
+        ],
+    ),
 )
 def test_search_equals_brute_force(nodes, per_node, stages, layers, batch, limit_gib):
     """Every split of GPUs and layers, and the whole grid of each stage, for pipelines that no division of
