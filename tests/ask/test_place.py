@@ -8,6 +8,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from short_form import one_of
 
 import mist_megatron as mm
 from mist_megatron.ask import place
@@ -79,7 +80,7 @@ TIED = CHAIN.replace("gpt3-1.3b", "gpt2-xl").replace("layers: 6", "layers: 12")
 
 @pytest.mark.parametrize(
     ("text", "shares"),
-    [(PLAN, (0.98, 1.0)), (CHAIN, (1.0, 1.02)), (CHUNKS, (0.94, 1.0)), (TIED, (1.0, 1.02))],
+    one_of(2, [(PLAN, (0.98, 1.0)), (CHAIN, (1.0, 1.02)), (CHUNKS, (0.94, 1.0)), (TIED, (1.0, 1.02))]),
 )
 def test_no_order_is_faster_by_predict(placed, text, shares):
     """All 24 orders of four nodes, each priced by `predict` with its map; the formula that ranks orders tells

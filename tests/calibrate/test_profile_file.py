@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from short_form import one_of
 
 from mist_megatron.calibrate.profile_view import gaps
 from mist_megatron.calibrate.profiles import load_profile, write_profile
@@ -121,7 +122,7 @@ def test_a_table_with_a_negative_time_names_its_line(document: dict) -> None:
         read(document, table)
 
 
-@pytest.mark.parametrize("name", ["../../evil", "/evil", "..", ".hidden", "a/b\\c", "x" * 200])
+@pytest.mark.parametrize("name", one_of(2, ["../../evil", "/evil", "..", ".hidden", "a/b\\c", "x" * 200]))
 def test_pictures_stay_in_their_folder_whatever_the_profile_is_called(
     name: str, tmp_path: Path, ran_here
 ) -> None:

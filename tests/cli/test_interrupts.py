@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from short_form import one_of
 
 TUNE = ("tune", "--model", "gpt3-7b", "--gpus", "32", "--out", "run")
 
@@ -58,7 +59,7 @@ if __name__ == "__main__":
 """A search that is interrupted, so many times, as soon as there is a first plan."""
 
 
-@pytest.mark.parametrize(("times", "workers"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("times", "workers"), one_of(2, [(1, 1), (1, 2), (2, 1)]))
 def test_an_interrupted_search_leaves_a_whole_plan_or_nothing(tmp_path, ran_here, times, workers):
     """The first interrupt asks for the best so far, with all its files; the second for an end."""
     script = tmp_path / "search.py"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from short_form import long_form
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
@@ -194,6 +195,7 @@ def test_overlapped_collectives_with_states_on_the_host(tmp_path: Path) -> None:
     assert train(tmp_path / "overlapped", overlapped(planned), half=True) == apart
 
 
+@long_form
 def test_tensor_and_sequence_parallel(tmp_path: Path) -> None:
     """Of a model whose attention and MLP stand side by side, which needs a patch in either run."""
     changed = {"parallel_block": True, "gated_mlp": False, "activation": "gelu", "norm": "layernorm"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import run
+from short_form import long_form
 from test_emitted_megatron_training import STEPS, overlapped, plain, plan, stage, train
 
 from mist_megatron.ask.emit import launch_sources
@@ -37,6 +38,7 @@ def test_trains_and_its_checkpoint_goes_on_elsewhere(plain: list[float], tmp_pat
     assert resumed == pytest.approx(plain[3:], abs=2e-5)
 
 
+@long_form
 def test_with_overlapped_collectives(plain: list[float], tmp_path: Path) -> None:
     """dp2 x tp1 -> dp1 x tp2, ZeRO 1: reductions wait for the last micro-batch on every grid."""
     unequal = plan(stage(3, dp=2, micro_batch=1), stage(1, tp=2))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from short_form import long_form
 
 pytest.importorskip("torch")
 
@@ -79,7 +79,7 @@ def offloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("megatron", reason="megatron-core is not installed")
     out = tmp_path_factory.mktemp("first run")
     environment = {
-        **os.environ,
+        **warm_start_server.environment("megatron"),
         "FIRST_RUN_OUT": str(out),
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
     }
@@ -123,6 +123,7 @@ def of_one_model(offloads: Path) -> list[dict[str, Any]]:
 KINDS = ("weights", "grads", "optimizer", "activations")
 
 
+@long_form
 def test_every_kind_and_fraction_learns_the_same_in_megatron(offloads: Path) -> None:
     base, *others = of_one_model(offloads)
     asked = {(kind, line["case"][kind]) for line in others[1:-1] for kind in KINDS if line["case"][kind]}
@@ -136,6 +137,7 @@ def test_every_kind_and_fraction_learns_the_same_in_megatron(offloads: Path) -> 
     assert others[-1]["case"]["decoupled"] and others[0]["case"]["decoupled"], "alone, and with all others"
 
 
+@long_form
 def test_comparison_reads_megatron_too(offloads: Path, tmp_path: Path) -> None:
     measured = tmp_path / "measured.jsonl"
     overlap = {"copies_s": 0.1, "beside_compute": 0.75}

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from short_form import long_form
 
 pytest.importorskip("torch")
 
@@ -87,6 +88,7 @@ def test_killed_and_taken_up_again(tmp_path: Path) -> None:
     read_measurements(out.read_text("utf-8"), str(out))
 
 
+@long_form
 def test_stopped_by_a_signal_it_says_how_to_go_on(tmp_path: Path) -> None:
     out = tmp_path / "raw.jsonl"
     command = measure(out, "--what", "interference,collectives")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from short_form import long_form
 
 pytest.importorskip("megatron", reason="needs the test framework environment")
 import warm_start_server
@@ -29,6 +30,7 @@ def printed(*words: str) -> str:
     return done.stdout
 
 
+@long_form
 def test_two_stages_step_on_the_host_at_the_same_time() -> None:
     assert printed("--stages", "2", "optimizer 1, steps").count(" ms ") == 2
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from dying_pool import Dying
 from jobs import evaluator_of, small_job
+from short_form import one_of
 
 from mist_megatron.ask.tune_words import check_numbers
 from mist_megatron.errors import InputError
@@ -73,7 +74,7 @@ def test_an_interrupt_acts_inside_a_shape():
     assert half.shapes_solved <= whole.shapes_solved
 
 
-@pytest.mark.parametrize("lives", [0, 6])
+@pytest.mark.parametrize("lives", one_of(2, [0, 6]))
 def test_a_killed_worker_loses_nothing(lives):
     evaluator = evaluator_of(small_job("mist", gpus=8, layers=12, batch=64, limit_gib=4.0))
     space, settings = space_named("mist"), Settings(top=3)
@@ -98,7 +99,7 @@ def test_a_refused_time_limit_is_one_line(mist):
     assert len(done.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("target", ["mist", "megatron+patches"])
+@pytest.mark.parametrize("target", one_of(2, ["mist", "megatron+patches"]))
 def test_a_stop_acts_while_shapes_are_listed(target):
     """Of tens of thousands of GPUs there are so many that their listing alone asks often, and ends when told
     to, without asking once more."""
