@@ -200,6 +200,43 @@ def _grid(meshes: Sequence[EqualPipeline], role: StageRole) -> StageGrid:
     )
 
 
+class Behind:
+    """Kinds of stages that are their meshes, with the least that may cross the borders of each in its t: what
+    more the mesh behind a stage and its place on a node tell, whatever is before it."""
+
+    def __init__(
+        self, borders: Borders, least_s: Sequence[Sequence[float]], beside: Flags, gpus: tuple[int, int]
+    ) -> None:
+        """`least_s`: by mesh and role, what is in t; `beside`: which meshes may be neighbours; `gpus`: of the
+        pipeline, and of a node."""
+        self._gpus, self._per_node = gpus
+        some, none = np.arange(len(beside)), len(beside)
+        mine, behind = some[:, None], np.arange(none + 1)
+        in_t_s = np.array(least_s)[:, :, None]
+        inner_s = np.where(behind == none, in_t_s[:, 2], in_t_s[:, 1])
+        more_s = []
+        for across in ((one, two) for one in (0.0, 1.0) for two in (0.0, 1.0)):
+            ends = np.array(across[0]), np.array(across[1])
+            each_s = borders.beyond_s(some[:, None, None], mine, behind, ends)
+            inner = np.where(beside[:, :, None], each_s, np.inf).min(axis=0) - inner_s
+            more_s.append((inner, borders.beyond_s(np.array(none), mine, behind, ends) - in_t_s[:, 0]))
+        self._more_s = np.array(more_s).reshape(2, 2, 2, none, none + 1)
+        """(before lies on another node, behind does, first of all, mesh, mesh behind)"""
+
+    def beyond_s(self, kind: Ints, gpus: Ints, next_kind: Ints, behind: Ints) -> Array:
+        """`Between`, for a search over meshes."""
+        first = (behind + gpus == self._gpus).astype(np.intp)
+        if not self._per_node:
+            return np.asarray(self._more_s[1, 1, first, kind, next_kind])
+        ends = ((behind + gpus) % self._per_node == 0, behind % self._per_node == 0)
+        before, after = (end.astype(np.intp) for end in ends)
+        return np.asarray(self._more_s[before, after, first, kind, next_kind])
+
+    def least_s(self, kind: Ints, gpus: Ints) -> Array:
+        """What there is at least is in t."""
+        return np.zeros(len(kind))
+
+
 class Pairs:
     """Kinds of stages that know the mesh before them: every kind names a pair of meshes, the one before (or
     none) and its own, so that what is behind a stage tells what crosses both of its borders."""

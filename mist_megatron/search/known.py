@@ -29,8 +29,8 @@ from mist_megatron.targets.table import TARGETS
 
 Item = EqualPipeline | MixedFamily
 _Sizes = tuple[object, ...]
-_BySizes = dict[_Sizes, list[tuple[frozenset[int], float]]]
-"""Levels of ZeRO, and bounds with these."""
+_BySizes = dict[_Sizes, list[tuple[frozenset[int], EqualPipeline]]]
+"""Levels of ZeRO, and shapes with these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class Known:
     space: Space
     step: float
     bounds: Mapping[Item, float]
-    """Seconds that no plan of an item beats."""
+    """Seconds that no plan of an item beats: of a search that is not done they grow."""
     solved: Mapping[Item, float] = field(default_factory=dict)
     """The same of items that were solved: seconds that no plan of the item, of this space, beats."""
 
     @cached_property
     def bounds_by_sizes(self) -> _BySizes:
-        """Bounds of shapes by all but their levels of ZeRO."""
+        """Shapes that have bounds by all but their levels of ZeRO."""
         return _by_sizes(self.bounds)
 
     @cached_property
@@ -62,6 +62,8 @@ class KnownBounds:
     def __init__(self, known: Iterable[Known] = ()) -> None:
         self._of: dict[Execution, list[Known]] = {}
         self._replays = False
+        self.far = False
+        """Whether a search has seen bounds that are far above the floors of their shapes."""
         for one in known:
             self.append(one)
 
@@ -71,7 +73,7 @@ class KnownBounds:
 
     def near(self, execution: Execution) -> Iterator[Known]:
         """Of ways that execute the same, but for what is run again and for switches that only gain time."""
-        ways = [execution, _products_beside(execution), _reduced_beside(execution)]
+        ways = [execution, _reduced_beside(execution)]
         ways += [_replayed(execution)] if self._replays and not execution.cuda_graphs else []
         for way in dict.fromkeys(map(_runs_nothing_again, ways)):
             yield from self._of.get(way, ())
@@ -79,10 +81,6 @@ class KnownBounds:
 
 def _runs_nothing_again(execution: Execution) -> Execution:
     return varied(execution, recompute_modules=None)
-
-
-def _products_beside(execution: Execution) -> Execution:
-    return replace(execution, tp_comm_overlap=True)
 
 
 def _replayed(execution: Execution) -> Execution:
@@ -101,7 +99,7 @@ def floors(question: SearchProblem, items: Sequence[Item], known: KnownBounds) -
         if not _covers(one, question):
             continue
         same = _without_modules(one, one.job) == _without_modules(one, question.evaluator.job)
-        switched = (beside_products, reduces_beside, replays)
+        switched = (reduces_beside, replays)
         if not same and not any(beside(one.job, question.evaluator) for beside in switched):
             continue
         floors_s = np.maximum(floors_s, _of_items(items, sizes, one.bounds, one.bounds_by_sizes) * (1 - 1e-9))
@@ -149,7 +147,8 @@ def _of_items(
             found.append(bounds.get(item, 0.0))
         else:
             of_levels = by_sizes.get(own, ())
-            found.append(max((s for levels, s in of_levels if levels.issuperset(item.zero)), default=0.0))
+            wider = (bounds[other] for levels, other in of_levels if levels.issuperset(item.zero))
+            found.append(max(wider, default=0.0))
     return np.array(found)
 
 
@@ -180,9 +179,9 @@ def _sizes(shape: EqualPipeline) -> _Sizes:
 
 def _by_sizes(bounds: Mapping[Item, float]) -> _BySizes:
     by_sizes: _BySizes = {}
-    for item, value_s in bounds.items():
+    for item in bounds:
         if isinstance(item, EqualPipeline):
-            by_sizes.setdefault(_sizes(item), []).append((frozenset(item.zero), value_s))
+            by_sizes.setdefault(_sizes(item), []).append((frozenset(item.zero), item))
     return by_sizes
 
 
@@ -197,14 +196,6 @@ def reduces_beside(job: Job, after: StageEvaluator) -> bool:
     if late == beside or target.traffic(switched) != beside:
         return False
     return job == replace(after.job, execution=switched) and together_gains(after)
-
-
-def beside_products(job: Job, after: StageEvaluator) -> bool:
-    """Whether `job` is the evaluator's but for tensor-parallel traffic that runs beside products there and
-    stops compute here, and running together gains."""
-    switched = _products_beside(after.job.execution)
-    differs = not after.job.execution.tp_comm_overlap and job == replace(after.job, execution=switched)
-    return differs and together_gains(after)
 
 
 def replays(job: Job, after: StageEvaluator) -> bool:

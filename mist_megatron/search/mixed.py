@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from mist_megatron.search.assign import Pipelines, Size, StageFronts, assign, improves
-from mist_megatron.search.borders import ROLES, Borders, Pairs, sides_of
+from mist_megatron.search.assign import Between, Pipelines, Size, StageFronts, assign, improves
+from mist_megatron.search.borders import ROLES, Behind, Borders, Pairs, sides_of
 from mist_megatron.search.bounds import LeastTimes, SearchProblem, least_passes, least_times
 from mist_megatron.search.choices import Choices, StageSlot
 from mist_megatron.search.equal import assign_by
@@ -154,24 +155,23 @@ def solve_mixed(question: SearchProblem, mixture: MixedFamily, bound: MixedBound
     windows = _layer_windows(job, mixture, bound, caps_s)
     if windows is None:
         return Solved()
-    plain = _pipelines(question, mixture, _plain_fronts(mixture, bound, windows))
-    if not improves(plain, mixture.grad_accum, best_s, question.tick):
+    if not _may_beat(question, mixture, bound, windows, best_s):
         return Solved()
     slots = _Slots(question, mixture, bound, windows, (caps_s, tally))
-    relaxed = _pipelines(question, mixture, lambda key: slots.least_fronts(key, bound))
+    kinds = _by_mesh(job, mixture, bound)
+    relaxed = _pipelines(question, mixture, partial(slots.least_fronts, kinds.of), kinds)
     if not improves(relaxed, mixture.grad_accum, best_s, question.tick):
         return Solved(tally=tally)
     slots.price()
-    pipelines = _pipelines(question, mixture, slots.fronts)
+    pipelines = _pipelines(question, mixture, partial(slots.fronts, kinds.of), kinds)
     if bound.borders is None:
         answer = assign_by(question, pipelines, mixture.grad_accum, best_s)
     elif not improves(pipelines, mixture.grad_accum, best_s, question.tick):
         return Solved(tally=tally)
     else:
         pairs = Pairs(bound.borders, slots.meshes(), job.cluster.linked_gpus)
-        exact = _pipelines(question, mixture, lambda key: slots.pair_fronts(key, pairs.pairs))
-        follows = pairs.follows() & _kinds_beside(mixture, pairs.pairs)
-        exact = replace(exact, between=pairs, neighbours=follows)
+        follows = pairs.follows() & _beside(mixture, [mesh for _, mesh in pairs.pairs])
+        exact = _pipelines(question, mixture, partial(slots.pair_fronts, pairs.pairs), _Kinds(follows, pairs))
         answer = assign(exact, mixture.grad_accum, best_s, question.tick)
     if answer is None:
         return Solved(tally=tally)
@@ -191,11 +191,40 @@ def solve_mixed(question: SearchProblem, mixture: MixedFamily, bound: MixedBound
     return Solved(told(question.evaluator, shape, stages), answer.value_s, tally)
 
 
-def _kinds_beside(mixture: MixedFamily, pairs: Sequence[tuple[int, int]]) -> Flags:
-    """Which pairs of meshes may stand beside each other by the kinds of their own meshes."""
-    kinds = sorted(set(mixture.kinds))
-    mine = [kinds.index(mixture.kinds[mesh]) for _, mesh in pairs]
-    return mixture.neighbours()[np.ix_(mine, mine)]
+@dataclass(frozen=True)
+class _Kinds:
+    """What is told apart of the stages of a pipeline besides layers and GPUs."""
+
+    neighbours: Flags
+    """(kind, kind): which may stand beside each other."""
+    between: Between | None = None
+    of: tuple[int, ...] = ()
+    """By mesh."""
+
+
+def _by_degree(mixture: MixedFamily) -> _Kinds:
+    """Only what decides which meshes may stand beside each other."""
+    return _Kinds(
+        mixture.neighbours(),
+        of=tuple(kind for *_, kind in (mixture.size(1, k) for k in range(len(mixture.meshes)))),
+    )
+
+
+def _by_mesh(job: Job, mixture: MixedFamily, bound: MixedBound) -> _Kinds:
+    """Each mesh, where that tells more of what crosses its borders."""
+    kinds, count = _by_degree(mixture), len(mixture.meshes)
+    if bound.borders is None:
+        return kinds
+    beside = _beside(mixture, range(count))
+    between = Behind(bound.borders, bound.less_s, beside, (job.cluster.gpus, job.cluster.linked_gpus))
+    return _Kinds(beside, between, tuple(range(count)))
+
+
+def _beside(mixture: MixedFamily, meshes: Sequence[int]) -> Flags:
+    """Which of some meshes may stand beside each other."""
+    kinds = _by_degree(mixture)
+    mine = [kinds.of[mesh] for mesh in meshes]
+    return kinds.neighbours[np.ix_(mine, mine)]
 
 
 Caps = Mapping[StageRole, float]
@@ -222,7 +251,7 @@ def _caps(mixture: MixedFamily, bound: MixedBound, best_s: float) -> Caps:
 
 
 def _pipelines(
-    question: SearchProblem, mixture: MixedFamily, fronts: Callable[[Key], StageFronts]
+    question: SearchProblem, mixture: MixedFamily, fronts: Callable[[Key], StageFronts], kinds: _Kinds
 ) -> Pipelines:
     """Pipelines of all lengths, of slots with these fronts."""
     job, lengths = question.evaluator.job, mixture.lengths
@@ -233,11 +262,28 @@ def _pipelines(
         layers=job.model.layers,
         gpus=job.cluster.gpus,
         gpus_per_node=job.cluster.gpus_per_node,
-        neighbours=mixture.neighbours(),
+        neighbours=kinds.neighbours,
+        between=kinds.between,
     )
 
 
-def _plain_fronts(mixture: MixedFamily, bound: MixedBound, windows: Windows) -> Callable[[Key], StageFronts]:
+def _may_beat(
+    question: SearchProblem, mixture: MixedFamily, bound: MixedBound, windows: Windows, best_s: float
+) -> bool:
+    """Whether the best mixture is fast enough with memory unlimited: with the least that may cross borders,
+    and then with what is known of these by their meshes."""
+    job = question.evaluator.job
+
+    def may(kinds: _Kinds) -> bool:
+        plain = _pipelines(question, mixture, _plain_fronts(mixture, bound, windows, kinds), kinds)
+        return improves(plain, mixture.grad_accum, best_s, question.tick)
+
+    return may(_by_degree(mixture)) and (bound.borders is None or may(_by_mesh(job, mixture, bound)))
+
+
+def _plain_fronts(
+    mixture: MixedFamily, bound: MixedBound, windows: Windows, kinds: _Kinds
+) -> Callable[[Key], StageFronts]:
     """Fronts of the least times, memory unlimited, whatever a stage holds."""
     fronts = {}
     for position, role in enumerate(ROLES):
@@ -245,7 +291,8 @@ def _plain_fronts(mixture: MixedFamily, bound: MixedBound, windows: Windows) -> 
         for mesh, (window, stages) in enumerate(zip(windows, bound.stages, strict=True)):
             times = stages[position]
             for layers in window[role]:
-                points.setdefault(mixture.size(layers, mesh), []).append(times.front(layers))
+                size = layers, mixture.meshes[mesh].gpus, kinds.of[mesh]
+                points.setdefault(size, []).append(times.front(layers))
         fronts[role] = {size: joined_front(of_size) for size, of_size in points.items()}
     return lambda key: fronts[key[0]]
 
@@ -338,35 +385,33 @@ class _Slots:
             if np.isfinite(row[0]):
                 self.least[mesh, role, layers] = row
 
-    def least_fronts(self, key: Key, bound: MixedBound) -> dict[Size, Front]:
-        """Per size what no configuration is faster than: the least t that fits, and of the first stage the
-        least t + d. Of the extra times only the first stage's counts in full, whatever the others are."""
+    def least_fronts(self, kinds: Sequence[int], key: Key) -> dict[Size, Front]:
+        """Per size, with the kind of each mesh, what no configuration is faster than: the least t that fits,
+        and the least t + d with memory unlimited."""
         role, held = key
         column = self.held(role).index(held)
         by_size: dict[Size, list[Front]] = {}
         for (mesh, other, layers), times_s in self.least.items():
             if other is role and np.isfinite(times_s[column]):
-                t_s, d_s = float(times_s[column]), -LATE_S
-                if role is StageRole.FIRST:
-                    d_s = float(bound.stages[mesh][0].both_s[layers - 1]) - t_s + bound.least_step_s
-                backward_s = layers * bound.stages[mesh][ROLES.index(role)].layer_backward_s
-                zero = np.zeros(1)
-                front = Front(zero + t_s, zero + d_s, zero, 0.0, backward_s)
-                by_size.setdefault(self.mixture.size(layers, mesh), []).append(front)
+                t_s, least = float(times_s[column]), self.bound.stages[mesh][ROLES.index(role)]
+                d_s = float(least.both_s[layers - 1]) - t_s
+                step_s = least.step_s[layers - 1 : layers]
+                backward_s = layers * least.layer_backward_s
+                front = Front(np.full(1, t_s), np.full(1, d_s), step_s, 0.0, backward_s)
+                by_size.setdefault((layers, self.mixture.meshes[mesh].gpus, kinds[mesh]), []).append(front)
         return {size: joined_front(points) for size, points in by_size.items()}
 
-    def fronts(self, key: Key) -> dict[Size, Front]:
-        """With the least that may cross the borders of each mesh, those of one size together."""
+    def fronts(self, kinds: Sequence[int], key: Key) -> dict[Size, Front]:
+        """With the least that may cross the borders of each mesh, those of one size and kind together."""
         by_size: dict[Size, list[Front]] = {}
         for layers, mesh, configs in self._of(key):
             less_s = self.bound.less_s[mesh][ROLES.index(key[0])]
             front = configs.front()
-            by_size.setdefault(self.mixture.size(layers, mesh), []).append(
-                replace(front, t_s=front.t_s + less_s)
-            )
+            size = layers, self.mixture.meshes[mesh].gpus, kinds[mesh]
+            by_size.setdefault(size, []).append(replace(front, t_s=front.t_s + less_s))
         return {size: joined_front(points) for size, points in by_size.items()}
 
-    def pair_fronts(self, key: Key, pairs: Sequence[tuple[int, int]]) -> dict[Size, Front]:
+    def pair_fronts(self, pairs: Sequence[tuple[int, int]], key: Key) -> dict[Size, Front]:
         """By kinds that name the mesh before and their own; a first stage has none before it."""
         none, by_size = len(self.mixture.meshes), {}
         for layers, mesh, configs in self._of(key):
@@ -404,7 +449,3 @@ class _Slots:
             for count, here in zip(wanted, configs, strict=True):
                 if here is not None:
                     self.configs[(role, count), layers, mesh] = here
-
-
-LATE_S = 1e9
-"""Seconds by which a stage's extra time may be early without mattering: longer than any step."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -53,8 +54,37 @@ a plan spares looks at these. None that takes so many times what the first may t
 there are no experts a look costs less than the plans (Llama 3 70B on 64 GPUs: 8 % of the search)."""
 SURE = 1.25
 """Of models with experts most of what is so near a plan is looked at anyhow, in more and smaller calls."""
+FAR = 1.5
+"""Bounds are so many times floors where links are slow, which floors know nothing of."""
 PATIENCE = 1.1
 """Shapes are handed on one by one: what waits for others is looked at together with them."""
+
+
+class ShapeBounds:
+    """Bounds of the shapes of a way, each told once, and which of them may fit."""
+
+    def __init__(self, question: SearchProblem, known: KnownBounds | None = None) -> None:
+        """`known`: what other ways of the search know by then."""
+        self._question, self.known = question, known or KnownBounds()
+        self._of: dict[Item, Pair] = {}
+
+    def __call__(self, items: Sequence[Item]) -> list[Pair]:
+        """Of those that may fit."""
+        fit = possible_of(self._question, [item for item in items if isinstance(item, EqualPipeline)])
+        return self._pairs(fit)
+
+    def told(self, items: Sequence[Item], most_s: float) -> list[float]:
+        """Seconds that no plan of each beats, whether it fits or not. Where other ways tell more than
+        `most_s`, this one is not asked."""
+        least_s = floors(self._question, items, self.known)
+        wanted = [item for item, each_s in zip(items, least_s, strict=True) if each_s < most_s]
+        bounds = {item: bound.value_s for bound, item in self._pairs(wanted)}
+        return [bounds.get(item, each_s) for item, each_s in zip(items, least_s, strict=True)]
+
+    def _pairs(self, items: Sequence[Item]) -> list[Pair]:
+        new = [item for item in items if item not in self._of]
+        self._of.update((item, (bound, item)) for bound, item in _of_shapes(self._question, new))
+        return [self._of[item] for item in items]
 
 
 class Queue:
@@ -90,10 +120,9 @@ class Queue:
     def _sort(self) -> None:
         self._open.sort(key=lambda item: -self._floors[item])
 
-    def _raise(self, raised: Raised) -> None:
-        for item, least_s in zip(self._open, raised(self._open), strict=True):
-            self._floors[item] = max(self._floors[item], least_s)
-        self._sort()
+    def _raise_of(self, items: Sequence[Item], least_s: Sequence[float]) -> None:
+        for item, each_s in zip(items, least_s, strict=True):
+            self._floors[item] = max(self._floors[item], each_s)
 
     def __len__(self) -> int:
         """Items that are not known not to fit."""
@@ -103,23 +132,34 @@ class Queue:
         """The least floor of what was not looked at; None where that is all."""
         return self._floors[self._open[-1]] if self._open else None
 
-    def _look(self, limit_s: float) -> None:
-        """At all items whose floors are no larger than that."""
+    def _look(self, limit_s: float, most_s: float = math.inf) -> None:
+        """At all items whose floors are no larger than that. Where these are far below bounds, bounds are
+        told first: few of them are as low, and to ask of all whether they fit takes longer."""
         count = 0
         while count < len(self._open) and self._floors[self._open[-1 - count]] <= limit_s:
             count += 1
         if not count:
             return
         batch = sorted(self._open[-count:], key=self._place.__getitem__)
-        pairs = self._bounded(batch)
+        shapes = self._bounded if isinstance(self._bounded, ShapeBounds) else None
+        if shapes is not None and shapes.known.far:
+            wanted_s = most_s if most_s < math.inf else limit_s * (1 + 1e-12)
+            self._raise_of(batch, shapes.told(batch, wanted_s))
+            batch = [item for item in batch if self._floors[item] < wanted_s]
+            self._sort()
+        pairs = self._bounded(batch) if batch else []
         for bound, item in pairs:
+            if shapes is not None and bound.value_s > FAR * self._floors[item]:
+                shapes.known.far = True
+            self._floors[item] = max(self._floors[item], bound.value_s)
             entry = bound.value_s, self._place[item], (bound, item)
             insort(self._ready, entry, lo=self.given, key=lambda entry: entry[:2])
         if self._hand is not None:
             fit = {item for _, item in pairs}
             self._hand([(self._floors[item], item) for item in batch if item not in fit])
         # Not before: what ends the search in between leaves them open.
-        del self._open[-count:]
+        looked_at = set(batch)
+        self._open = [item for item in self._open if item not in looked_at]
 
     def at(self, position: int, limit_s: float = float("inf"), most_s: float = float("inf")) -> Pair | None:
         """The item at a place of the order; None where it, or what might be there, is not below the limit.
@@ -129,12 +169,13 @@ class Queue:
             if ahead_s < floor_s or floor_s >= limit_s:
                 break
             if self._raised is not None:
-                self._raise(self._raised)
+                self._raise_of(self._open, self._raised(self._open))
+                self._sort()
                 self._raised = None
                 continue
             next_s = max(floor_s * self.near, min(limit_s, ahead_s))
             wide_s = math.inf if most_s <= floor_s * self.sure else min(floor_s * self.at_once, next_s)
-            self._look(max(floor_s, min(wide_s, most_s)))
+            self._look(max(floor_s, min(wide_s, most_s)), most_s)
             self.at_once = min(self.at_once**self.wider, 2.0)
         if position < len(self._ready) and self._ready[position][0] < limit_s:
             return self._ready[position][2]
@@ -180,9 +221,9 @@ class Queue:
             self._floors[i] for i in self._open
         ]
 
-    def known(self) -> Mapping[Item, float]:
-        """Seconds that no plan of an item beats."""
-        return {**self._floors, **{item: value_s for value_s, _, (_, item) in self._ready}}
+    def known(self) -> dict[Item, float]:
+        """Seconds that no plan of an item beats: as they are now, and later."""
+        return self._floors
 
 
 class HandedQueue(Queue):
@@ -229,7 +270,7 @@ class SpreadQueue(Queue):
         left_s = self._shapes.left_s
         return float(left_s[0]) if len(left_s) else None
 
-    def _look(self, limit_s: float) -> None:
+    def _look(self, limit_s: float, most_s: float = math.inf) -> None:
         if self._shapes is None:
             if self._led is not None and limit_s >= self._least_s:
                 self._least_s, self._led = max(self._least_s, self._led.least_s()), None
@@ -250,7 +291,7 @@ class SpreadQueue(Queue):
         left_s = [self._least_s] if self._shapes is None else list(self._shapes.left_s)
         return [value_s for value_s, _, _ in self._ready[self.given :]] + left_s
 
-    def known(self) -> Mapping[Item, float]:
+    def known(self) -> dict[Item, float]:
         return {item: value_s for value_s, _, (_, item) in self._ready}
 
 
@@ -267,116 +308,16 @@ class Order:
         return [value_s for queue in self.queues for value_s in queue.left_s()]
 
     def known(self, question: SearchProblem, solved: Mapping[Item, float] | None = None) -> Known:
-        """For searches after this one."""
-        bounds: dict[Item, float] = {}
-        for queue in self.queues:
-            bounds.update(queue.known())
+        """For searches after this one, and other ways of this one: it grows as more is looked at."""
+        bounds = ChainMap(*(queue.known() for queue in self.queues))
         job, space = question.evaluator.job, question.space
         return Known(job=job, space=space, step=question.step, bounds=bounds, solved=solved or {})
 
 
-class Orders:
-    """Those of all ways. Equal stages go before unequal ones: they are the quicker to solve, and what they
-    find prunes the others."""
-
-    def __init__(self, orders: list[Order], *, dives: bool = False) -> None:
-        self.orders = orders
-        self._levels = [list(queues) for queues in zip(*(order.queues for order in orders), strict=True)]
-        self._level = 0
-        """Of the queues that gave the last item."""
-        self._told_s = 0.0
-        self._dives = MOST_DIVES if dives else 0
-        """That are left."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.orders))
-
-    def append(self, order: Order) -> None:
-        """One more way, for what was found not to fit in another."""
-        self.orders.append(order)
-        for queues, queue in zip(self._levels, order.queues, strict=True):
-            queues.append(queue)
-
-    def next(self, limit_s: float) -> tuple[int, Pair] | None:
-        """The next item whose bound is below a limit, and which way it is of."""
-        for level, queues in enumerate(self._levels):
-            least = self._promising(queues) if limit_s == math.inf else None
-            if least is None:
-                least = self._least(queues, limit_s)
-            if least is None:
-                least = self._least(queues, limit_s, patient=False)
-            if least is not None:
-                self._level = level
-                pair = queues[least].next(limit_s)
-                assert pair is not None
-                return least, pair
-        self._level = len(self._levels)
-        return None
-
-    def besides(self, way: int, wanted: Callable[[Item], bool], limit_s: float, most: int) -> list[Pair]:
-        """More of the queue that gave the last item, which is of that way."""
-        queue: Queue = self._levels[self._level][way]
-        return queue.besides(wanted, limit_s, most)
-
-    def _promising(self, queues: Sequence[Queue]) -> int | None:
-        """Which queue to ask first, while there is no plan."""
-        if not self._dives or len(queues) == 1:
-            return None
-        self._dives -= 1
-        promises_s = [queue.promise_s() for queue in queues]
-        limit_s = DIVE * min(promises_s)
-        for way in sorted(range(len(queues)), key=promises_s.__getitem__)[:MOST_DIVES]:
-            if queues[way].head(limit_s, limit_s) is not None:
-                return way
-        return None
-
-    @staticmethod
-    def _least(queues: Sequence[Queue], limit_s: float, *, patient: bool = True) -> int | None:
-        """Which queue has the next item below a limit; patient ones only where it is far below others'."""
-        least: int | None = None
-        least_s = limit_s
-        for way, queue in enumerate(queues):
-            pair = queue.head(least_s / queue.patience if patient else least_s, limit_s)
-            if pair is not None:
-                least, least_s = way, pair[0].value_s
-        return least
-
-    def tell(self, progress: Callable[[int, int, float], None], solved: int, best_s: float) -> None:
-        """How many items were given or passed over, of how many: when there is a better plan, and else as
-        often as is no burden, since those of many ways take long to count."""
-        if best_s != self._told_s or solved % (1 + len(self.orders) // 32) == 0:
-            self._told_s = best_s
-            done = sum(len(queue) for queues in self._levels[: self._level] for queue in queues)
-            for queues in self._levels[self._level : self._level + 1]:
-                done += sum(queue.given for queue in queues)
-            progress(done, len(self), best_s)
-
-    def __iter__(self) -> Iterator[tuple[int, Pair]]:
-        """All that may fit, none of them given. Ways that begin with nothing better are not looked at."""
-        for queues in self._levels:
-            positions, heads_s = [0] * len(queues), [0.0] * len(queues)
-            while True:
-                best: tuple[int, Pair] | None = None
-                least_s = math.inf
-                for way, queue in enumerate(queues):
-                    if heads_s[way] >= least_s:
-                        continue
-                    pair = queue.at(positions[way], least_s)
-                    heads_s[way] = max(heads_s[way], least_s if pair is None else pair[0].value_s)
-                    if pair is not None:
-                        best, least_s = (way, pair), pair[0].value_s
-                if best is None:
-                    break
-                positions[best[0]] += 1
-                yield best
-
-    def left_s(self) -> list[float]:
-        return [value_s for order in self.orders for value_s in order.left_s()]
-
-
 def _of_shapes(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
-    fit = possible_of(question, [item for item in items if isinstance(item, EqualPipeline)])
-    return list(zip(shape_bounds(question, fit), fit, strict=True))
+    """Whether they fit or not."""
+    shapes = [item for item in items if isinstance(item, EqualPipeline)]
+    return list(zip(shape_bounds(question, shapes), shapes, strict=True))
 
 
 Bounds = dict[EqualPipeline, EqualBound]
@@ -388,7 +329,7 @@ def _of_alike(
 ) -> list[Pair]:
     """Of models with experts, with what must be recomputed where stages are alike."""
     if question.space.per_stage:
-        return _of_shapes(question, items)
+        return ShapeBounds(question)(items)
     shapes = [item for item in items if isinstance(item, EqualPipeline)]
     added_s = rooms(question, shapes)
     if least_recompute(question.space) in PARTIAL:
@@ -459,7 +400,7 @@ def bounded_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand
     if len(question.evaluator.job.model.kinds) > 1:
         return partial(_of_kinds, question)
     if question.evaluator.job.model.routed is None:
-        return partial(_of_shapes, question)
+        return ShapeBounds(question)
     return partial(_of_alike, question, {} if bounds is None else bounds, hand)
 
 
@@ -488,7 +429,7 @@ def ordered(
     if at_once:
         # Ways after this one know of these.
         least_s = list(map(max, least_s, of_layers(pipelines)))
-    equal = Queue(pipelines, least_s, partial(_of_shapes, question), hand, None if at_once else of_layers)
+    equal = Queue(pipelines, least_s, ShapeBounds(question, known), hand, None if at_once else of_layers)
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
     return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))

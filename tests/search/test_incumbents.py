@@ -117,7 +117,8 @@ def test_a_first_stage_is_credited_with_no_more_than_its_least_t_and_d_together(
         slots = unequal._Slots(question, mixture, bound, windows, (dict.fromkeys(ROLES, np.inf), Tally()))
         slots.price()
         for key in [key for key in slots.keys if key[0] is ROLES[0]]:
-            assumed, priced = slots.least_fronts(key, bound), slots.fronts(key)
+            kinds = (0,) * len(mixture.meshes)
+            assumed, priced = slots.least_fronts(kinds, key), slots.fronts(kinds, key)
             for size, front in assumed.items():
                 meshes = [k for k in range(len(mixture.meshes)) if mixture.size(size[0], k) == size]
                 known = [bound.stages[k][0] for k in meshes]

@@ -11,15 +11,19 @@ from jobs import small_job
 from kept_programs import KEPT
 
 from mist_megatron.ask.evaluators import evaluator_for
+from mist_megatron.ask.tune import tune
 from mist_megatron.cost.evaluate import StageEvaluator, make_evaluator
 from mist_megatron.price.datasheet import datasheet_prices
+from mist_megatron.search import queue
 from mist_megatron.search.bounds import SearchProblem, shape_bounds
 from mist_megatron.search.equal import solve_equal
+from mist_megatron.search.execution import execution_choices
 from mist_megatron.search.families import mixed_families
 from mist_megatron.search.known import Known, KnownBounds, floors, reduces_beside
 from mist_megatron.search.mixed import mixture_bounds
+from mist_megatron.search.orders import Orders
 from mist_megatron.search.pipelines import EqualPipeline, shapes
-from mist_megatron.search.queue import Order, Orders, Queue
+from mist_megatron.search.queue import Order, Queue
 from mist_megatron.search.search import NoneFaster, Settings, search
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target, space_named
@@ -158,6 +162,50 @@ def test_a_smaller_space_has_no_smaller_bound(target):
     if target != "deepspeed":
         back = Known(job=job, space=small.space, step=small.step, bounds=own)
         assert not any(floors(large, items_of(large)[0], KnownBounds([back])))
+
+
+def test_what_other_ways_tell_of_slow_links_is_below_every_bound():
+    """Links inside nodes and between them are slow, so that what runs beside what decides."""
+    job = small_job("megatron", gpus=8, layers=8, batch=32)
+    links = replace(job.cluster.links, intra_bytes_per_s=1e9, inter_bytes_per_s=3e8)
+    cluster = replace(job.cluster, links=links, nodes=2, gpus_per_node=4)
+    choices = execution_choices(replace(job, cluster=cluster), space_named("full"), Limits())
+    known, told = KnownBounds(), []
+    for choice in choices:
+        question = asked(choice.job, evaluator_for(choice.job)[0])
+        found = list(shapes(choice.job, question.space, choice.limits))[::13]
+        bounds_s = {
+            one: bound.value_s for one, bound in zip(found, shape_bounds(question, found), strict=True)
+        }
+        known.append(Known(job=choice.job, space=question.space, step=question.step, bounds=bounds_s))
+        told.append((question, bounds_s))
+    shared = 0
+    for question, bounds_s in told:
+        floors_s = floors(question, list(bounds_s), known)
+        assert all(floor_s <= own_s for floor_s, own_s in zip(floors_s, bounds_s.values(), strict=True))
+        shared += sum(map(bool, floors_s))
+    assert shared
+
+
+def test_a_search_finds_the_same_whichever_is_asked_first(monkeypatch):
+    """Whether shapes fit, or what they take at least."""
+    job = small_job("megatron", gpus=8, layers=4, batch=16, limit_gib=6.0)
+    links = replace(job.cluster.links, inter_bytes_per_s=1e8)
+    job = replace(job, cluster=replace(job.cluster, links=links, nodes=2, gpus_per_node=4))
+    usual, asked_of, plans = queue.possible_of, [], []
+    settings = Settings(top=3, limits=Limits(fixed={"cp": 1, "tp_comm_overlap": 0, "cuda_graphs": 0}))
+
+    def watched(question, items):
+        asked_of[-1] += len(items)
+        return usual(question, items)
+
+    monkeypatch.setattr(queue, "possible_of", watched)
+    for far in (1.0, math.inf):
+        monkeypatch.setattr(queue, "FAR", far)
+        asked_of.append(0)
+        plans.append(tune(job, settings=settings).plans)
+    assert plans[0] == plans[1]
+    assert asked_of[0] < asked_of[1]
 
 
 @pytest.mark.parametrize("limit_gib", [5.0, 1000.0])

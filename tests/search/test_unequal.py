@@ -12,7 +12,7 @@ from short_form import one_of
 
 from mist_megatron.cost.iteration import iteration_time
 from mist_megatron.cost.predict import grid_of, predict, timing_of
-from mist_megatron.search.borders import ROLES, Borders, Pairs, sides_of
+from mist_megatron.search.borders import ROLES, Behind, Borders, Pairs, sides_of
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.search import Settings, search
 from mist_megatron.search.solution import plan_of
@@ -249,3 +249,10 @@ def test_a_search_knows_what_crosses_borders(target):
             for k in range(len(shapes))
         ]
         assert (more >= np.array(least) - 1e-12).all()
+        in_t_s = [[borders.least_s(role, k, parts_of_nodes=True) for role in ROLES] for k in range(none)]
+        beside = np.ones((none, none), dtype=bool)
+        known = Behind(borders, in_t_s, beside, (job.cluster.gpus, job.cluster.gpus_per_node))
+        behind_s = known.beyond_s(np.arange(none), *table[1:2], np.arange(1, none + 1), table[3])
+        in_role_s = np.array([in_t_s[k][role] for k, role in enumerate(roles)])
+        assert (more >= behind_s + in_role_s - 1e-12).all()
+        assert (behind_s + in_role_s > np.array(least)).any()
