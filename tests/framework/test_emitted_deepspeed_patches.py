@@ -109,6 +109,9 @@ PLAIN = {
 }
 FRACTIONS = ("optimizer_fraction", "weight_fraction", "gradient_fraction")
 CASES = {
+    "zero 3, optimizer on the device": Case(
+        plan(3, Offload(weights=0.5, grads=0.75)), "3", ("weight_fraction", "gradient_fraction")
+    ),
     "zero 3, everything": Case(
         plan(
             3,
@@ -118,9 +121,6 @@ CASES = {
         ),
         "3 host",
         (*FRACTIONS, "layer_activations", "decoupled_steps"),
-    ),
-    "zero 3, optimizer on the device": Case(
-        plan(3, Offload(weights=0.5, grads=0.75)), "3", ("weight_fraction", "gradient_fraction")
     ),
     "zero 2, optimizer and gradients": Case(
         plan(2, Offload(grads=0.25, optimizer=0.5, activations=0.25)),
