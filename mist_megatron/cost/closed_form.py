@@ -59,6 +59,7 @@ from mist_megatron.cost.sends import (
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
 from mist_megatron.cost.turning import (
+    apart_at_head,
     begun_with,
     comes_back_s,
     copies_beside,
@@ -66,7 +67,7 @@ from mist_megatron.cost.turning import (
     warmed_up,
 )
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
-from mist_megatron.price.overlap import DEVICE_TO_HOST, HOST_TO_DEVICE, overlapped_time
+from mist_megatron.price.overlap import DEVICE_TO_HOST, GPU_GPU, HOST_TO_DEVICE, overlapped_time
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
 from mist_megatron.spec.term import Term
@@ -229,11 +230,13 @@ def _gathered(work: StageWork, layer: LayerWork, run: LayerRun, *, special: bool
     place = (grid.runs[-1][1] if last else grid.runs[0][0]) if grid.runs else -1 * last
     block = work.blocks[place]
     followed = last and _followed(work) and not special and any_of(grid.offload.activations)
-    before = before_head(work, place, alone=special and not _followed(work)) if last else block.kept
+    apart = special and _followed(work)
+    alone = grid.layers == 1.0 if apart else special
+    before = before_head(work, place, alone=alone) if last else block.kept
     behind = recomputed_of(work, place) if followed else block.recomputed
     usual = [usually_among(work, place, one) for one in (before, behind)]
     if last:
-        kept, whole = (head_waits(layer, one, host_s, factors) for one in usual)
+        kept, whole = (head_waits(layer, one, host_s, factors, apart=apart) for one in usual)
     else:
         # Backward passes come to that block's layers from the next run of layers, or from the head.
         following = work.blocks[1].kept if work.resharding_s and len(work.blocks) > 1 else work.head
@@ -362,7 +365,8 @@ def refinement(work: StageWork) -> Refinement:
     stable_s, delta_s = _beside_kept_layer(work)
     none = (work.grid.ckpt == 0.0) & (work.grid.offload.activations > 0.0)
     if _followed(work) and any_of(none) and not reduces_by_chunk(work.grid, work.context.facts):
-        own, usual = (last_reductions(work, followed=followed) for followed in (False, True))
+        own = last_reductions(work, followed=False, waits_s=_copied_at_head_s(work))
+        usual = last_reductions(work, followed=True)
         delta_s = delta_s + np.where(none, own.at(work.grid) - usual.at(work.grid), 0.0)
     return replace(joined, stable_s=joined.stable_s + stable_s, delta_s=joined.delta_s + delta_s)
 
@@ -395,7 +399,11 @@ def _refinement(work: StageWork, place: int) -> Refinement:
     kept, none = counted, grid.ckpt == 0.0
     if _followed(work) and any_of(none & (grid.offload.activations > 0.0)):
         alone_run = _run(work, block.kept, block.kept, between, followed=False)
-        kept = _chosen(none, alone_run, counted)
+        there, first = (
+            apart_at_head(work, place, *pair)
+            for pair in ((block.kept.forward, alone_run.forward), (block.kept.first, alone_run.first))
+        )
+        kept = _chosen(none, replace(alone_run, forward=there, first=first), counted)
     alone = 0.0 if Term.PIPELINE_FILL_OF_LAYERS in work.context.without else 1.0
     forward, backward = Way(grid, place, forward=True), Way(grid, place, forward=False)
 
@@ -425,6 +433,22 @@ def _refinement(work: StageWork, place: int) -> Refinement:
         second_s=second_s,
         cycle_s=cycle_s,
     )
+
+
+def _copied_at_head_s(work: StageWork) -> Array:
+    """What of its reduction is done while the last backward pass waits, when the head's has ended, for copies
+    from and to the last layer, which is kept; nothing where gradients leave in every pass."""
+    place, factors = work.grid.runs[-1][1] if work.grid.runs else 0, work.context.interference
+    if work.head is None or place < 0:
+        return ZERO
+    kept, between = work.blocks[place].kept, _between_passes(work, least_sent(work))
+    run = _run(work, kept, kept, between, followed=False)
+    arriving = begun_with(work, place, kept, followed=False).backward
+    without = replace(arriving, copy_in_s=ZERO), replace(arriving, copy_out_s=ZERO)
+    waits_s = np.maximum(run.backward.alone_s - between[1].exposed_s(*without, factors), 0.0)
+    waits_s = waits_s + np.where(work.grid.grad_accum > 1.0, run.forward.last_s, run.first.last_s)
+    slow = max(float(factors[1 << GPU_GPU | 1 << copy, GPU_GPU]) for copy in (HOST_TO_DEVICE, DEVICE_TO_HOST))
+    return np.where(kept.backward.reduce_s > 0.0, 0.0, np.maximum(waits_s, 0.0) / slow)
 
 
 def _chosen(where: Array, one: LayerRun, other: LayerRun) -> LayerRun:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.last_reductions import counted_apart
 from mist_megatron.cost.phases import Between, Phase, departure_s, turned_round_s
@@ -42,11 +43,22 @@ def leaving_s(one: PassWork) -> Array:
     return one.reduce_s + one.copy_out_s
 
 
-def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array) -> EdgeWaits:
-    """`layer` comes before the head, `host_s` is what the host does at the begin of a pass."""
+def head_waits(
+    head: LayerWork, layer: LayerWork, host_s: Array, factors: Array, *, apart: bool = False
+) -> EdgeWaits:
+    """`layer` comes before the head, `host_s` is what the host does at the begin of a pass. Of a first
+    pass a run counts what leaves beside all layers but one as if something came in beside each of these, or,
+    where it has that `apart`, without."""
 
-    def there(beside: PassWork, own: PassWork) -> Array:
+    def there(beside: PassWork, own: PassWork, *, begins: bool = False) -> Array:
         without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), ZERO, factors)
+        if begins and any_of(beside.copy_out_s):
+            moved_s = beside.gather_s + beside.reduce_s
+            both, alone = (
+                _together(beside, (moved_s, beside.copy_in_s, out_s), ZERO, factors)
+                for out_s in (beside.copy_out_s, ZERO)
+            )
+            without = both - alone + _together(beside, (beside.reduce_s, ZERO, ZERO), ZERO, factors)
         arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
         more_s = _together(beside, arriving, ZERO, factors) - without
         if not any_of(beside.copy_in_s):
@@ -71,7 +83,7 @@ def head_waits(head: LayerWork, layer: LayerWork, host_s: Array, factors: Array)
     return EdgeWaits(
         forward_s=there(layer.forward, head.forward),
         backward_s=back(layer.backward, head.backward),
-        first_s=there(layer.first, head.first) + turned_s,
+        first_s=there(layer.first, head.first, begins=not apart) + turned_s,
         last_s=back(counted_apart(layer), counted_apart(head)),
     )
 
@@ -132,7 +144,7 @@ def embedding_waits(
     )
 
 
-def before_head(work: StageWork, place: int, *, alone: bool) -> LayerWork:
+def before_head(work: StageWork, place: int, *, alone: bool | NDArray[np.bool_]) -> LayerWork:
     """The layer before the head. Where it is the only one that is kept, no other's activations leave or come
     beside it. Where weights or gradients of the head are copied too, it is taken so in any case: what they
     hide behind copies of activations is not counted, as t has one rate for any number of kept layers, and one
@@ -187,8 +199,13 @@ def turned_at_head(
     head = work.head
     if head is None or not _turns(work, followed) or not any_of(leaving.copy_out_s):
         return usual
-    passes = head.first if steps else head.forward, head
-    departing_s = turned_round_s(leaving, ends.backward, passes, work.host_s / 2, work.context.interference)
+    passes, given = (
+        (head.first if steps else head.forward, head),
+        (work.host_s / 2, work.context.interference),
+    )
+    departing_s = turned_round_s(
+        leaving, ends.backward, passes, *given, queued=not work.context.recomputes_first_layers
+    )
     return replace(usual, last_s=np.where(leaving.copy_out_s > 0.0, departing_s, usual.last_s))
 
 
@@ -199,8 +216,8 @@ def states_leave_at_head(work: StageWork, layer: LayerWork, ends: LayerWork, usu
     if head is None:
         return usual
     leaving = replace(layer.first, copy_out_s=out_s)
-    both = head.first, head
-    departing_s = turned_round_s(leaving, ends.backward, both, work.host_s / 2, work.context.interference)
+    both, given = (head.first, head), (work.host_s / 2, work.context.interference)
+    departing_s = turned_round_s(leaving, ends.backward, both, *given, queued=True)
     return replace(usual, last_s=np.where(out_s > 0.0, departing_s, usual.last_s))
 
 

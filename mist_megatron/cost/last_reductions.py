@@ -39,13 +39,13 @@ def counted_apart(layer: LayerWork) -> PassWork:
     return replace(layer.last, reduce_s=layer.backward.reduce_s)
 
 
-def last_reductions(work: StageWork, *, followed: bool) -> Linear:
-    """In d, of a stage that is no chunks; of single layers (`StageGrid.runs`) what each adds. Where
-    recomputed layers follow others, backward passes begin with them, and activations come in beside their
-    last one."""
+def last_reductions(work: StageWork, *, followed: bool, waits_s: Array = ZERO) -> Linear:
+    """In d, of a stage that is no chunks; of single layers (`StageGrid.runs`) what each adds. Where those
+    that are run again follow others, backward passes begin with them, and activations come in beside their
+    last one. Of a head's reduction `waits_s` is done before."""
     followed = followed and any_of(work.grid.offload.activations)
     grid, factors = work.grid, work.context.interference
-    edges = [_reduced_s(layer) for layer in (work.head, work.embedding)]
+    edges = [_reduced_s(work.head, waits_s), _reduced_s(work.embedding)]
     blocks = [_reduced_s(block.kept) for block in work.blocks]
     if not any(any_of(seconds) for seconds in (*edges, *blocks)):
         return Linear()
@@ -80,10 +80,10 @@ def last_reductions(work: StageWork, *, followed: bool) -> Linear:
         )
         held_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
         if any_of(edges[0]) and any_of(held_s):
-            waits_s = _behind_head_s(compute_s, edges[0], held_s, copies, factors)
-            waits_s = waits_s - beside_s(compute_s, edges[0], behind_s, copies)
+            later_s = _behind_head_s(compute_s, edges[0], held_s, copies, factors)
+            later_s = later_s - beside_s(compute_s, edges[0], behind_s, copies)
             both = (held_s > 0.0) & (edges[0] > 0.0)
-            added = added + Linear(np.where(both, waits_s, 0.0))
+            added = added + Linear(np.where(both, later_s, 0.0))
             spare_s = np.where(both, 0.0, spare_s)
         if first >= 0 and any_of(edges[0]):
             spare_s = spare_s - np.maximum(compute_s - blocks[last], 0.0)
@@ -91,7 +91,7 @@ def last_reductions(work: StageWork, *, followed: bool) -> Linear:
             added = added + Linear(-_hidden_s(longer_s, spare_s, factors))
     if first >= 0:
         beside, kept = ZERO if work.embedding is None else _compute_s(work.embedding), work.blocks[first].kept
-        added = added + Linear(_quiet_end_s(work, first, blocks[first], beside_s))
+        added = added + Linear(_quiet_end_s(work, first, (blocks[first], edges[0]), beside_s))
         usual_s = np.where(_joins(kept), kept.backward.reduce_s, 0.0)
         added = added + Linear(beside_s(beside, blocks[first], usual_s) + edges[1])
         leaves_s = np.where(_joins(kept), 0.0, kept.backward.reduce_s)
@@ -150,12 +150,16 @@ def _left_s(work: StageWork, place: int, reduce_s: Array) -> Array:
     return np.asarray(count.layers * kept_s + count.ckpt * (whole_s - kept_s))
 
 
-def _quiet_end_s(work: StageWork, place: int, reduce_s: Array, beside_s: Beside) -> Array:
+def _quiet_end_s(work: StageWork, place: int, reduced: tuple[Array, Array], beside_s: Beside) -> Array:
     """Nothing comes in beside the last of the kept layers that the pass comes to, or of all where none is
-    kept: more is added to it."""
+    kept: more is added to it. Beside a single layer a head's gradients leave, not those of another layer."""
     block, count = work.blocks[place], work.grid.by_kind[place]
     if not any_of(_copies_s(block.kept)[0]):
         return ZERO
+    reduce_s, head_s = reduced
+    if not work.context.recomputes_first_layers:
+        alone = (work.grid.layers == 1.0) & (head_s > 0.0) & (block.kept.backward.reduce_s == 0.0)
+        reduce_s = np.where(alone, head_s, reduce_s)
     kept_s, whole_s = (_quieter_s(layer, reduce_s, beside_s) for layer in (block.kept, block.recomputed))
     return np.where(count.ckpt < count.layers, kept_s, whole_s)
 
@@ -224,11 +228,12 @@ def _behind_head_s(compute_s: Array, head_s: Array, held_s: Array, copies: Copie
     return both_s - 2.0 * usual_s
 
 
-def _reduced_s(layer: LayerWork | None) -> Array:
-    """Gradients of a layer that leave in the last backward pass only."""
+def _reduced_s(layer: LayerWork | None, done_s: Array = ZERO) -> Array:
+    """Gradients of a layer that leave in the last backward pass only, so much of them before."""
     if layer is None or layer.last is layer.backward:
         return ZERO
-    return layer.last.reduce_s - layer.backward.reduce_s
+    seconds = layer.last.reduce_s - layer.backward.reduce_s
+    return np.maximum(seconds - done_s, np.minimum(seconds, 0.0)) if any_of(done_s) else seconds
 
 
 def _joins(layer: LayerWork) -> NDArray[np.bool_]:

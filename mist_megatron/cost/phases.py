@@ -192,7 +192,13 @@ def steps_ahead(layer: LayerWork, step_s: Array, forward: Phase, factors: Array)
 
 
 def turned_round_s(
-    leaving: PassWork, arriving: PassWork, head: tuple[PassWork, LayerWork], host_s: Array, factors: Array
+    leaving: PassWork,
+    arriving: PassWork,
+    head: tuple[PassWork, LayerWork],
+    host_s: Array,
+    factors: Array,
+    *,
+    queued: bool,
 ) -> Array:
     """What a last layer's copies out, and in again where it is not still there, add to a forward pass of the
     head and to its backward pass, beside which they run, and beside what it waits for its weights, whether
@@ -200,6 +206,10 @@ def turned_round_s(
     there, back = head[0], head[1].backward
     came_s = leaving.compute_s + idle_for_copies_s(leaving, factors)
     waits_s = np.maximum(there.gather_s - came_s, 0.0)
+    if queued:
+        # Collectives of the layer, which what leaves has to wait for, come behind that gather.
+        behind = leaving.tensor_s + leaving.blocking_gather_s + leaving.blocking_reduce_s > 0.0
+        waits_s = np.where(behind, 0.0, waits_s)
     waited_s, (_, left_s) = until_done(GPU_GPU, waits_s, (ZERO, leaving.copy_out_s), factors)
     copied_s = np.maximum(dropped_if_idle(there.copy_in_s) - came_s, 0.0)
     if any_of(copied_s):

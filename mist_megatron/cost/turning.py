@@ -58,6 +58,19 @@ def comes_back_s(work: StageWork, place: int) -> Array:
     return np.asarray(arriving - quiet)
 
 
+def apart_at_head(work: StageWork, place: int, streams: PassWork, usual: Phase) -> Phase:
+    """A forward pass that turns round at the head: nothing leaves beside its first layer, and nothing comes
+    in beside its last one, where a pass that another follows has both beside all layers but one."""
+    if work.head is None or work.grid.interleaved:
+        return usual
+    some = (work.grid.by_kind[place].layers > 1.0) & (work.grid.offload.activations > 0.0)
+    factors = work.context.interference
+    leaving = replace(streams, gather_s=ZERO, copy_in_s=ZERO)
+    one, other = (phase(each, factors, ZERO, ZERO) for each in (leaving, replace(streams, copy_out_s=ZERO)))
+    apart_s = one.inside_s + other.inside_s - usual.inside_s
+    return replace(usual, last_s=usual.last_s + np.where(some, apart_s, 0.0))
+
+
 def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: LayerLoad) -> Linear:
     """What d has of forward passes of chunks that follow each other while a pipeline warms up: what the last
     layer of one sends off leaves beside the next, which hides less of it than a backward pass does."""

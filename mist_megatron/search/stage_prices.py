@@ -338,7 +338,7 @@ def _not_linear(evaluator: StageEvaluator, grid: StageGrid) -> _Fine | None:
         return None
     one = np.ones((1,) * (len(AXES) + 1))
     window = grid.layers
-    ends = window if len(window) < 3 else window[[0, -1]]
+    ends = window if len(window) < 3 else window[[0, -1] if window[0] > 1.0 else [0, 1, -1]]
     none = refined(evaluator, replace(grid, layers=ends, ckpt=0.0 * one))
     stable_s, extra_s = (_along(part, ends, window) for part in (none.stable_s, none.delta_s - none.late_s))
     fine: _Fine = [(0.0 * one, (stable_s, extra_s))]
@@ -352,12 +352,14 @@ def _not_linear(evaluator: StageEvaluator, grid: StageGrid) -> _Fine | None:
 
 
 def _along(values: Array, ends: Array, wanted: Array) -> Array:
-    """Between two numbers of layers, or at the one or two that there are."""
+    """Between two numbers of layers, or at the one or two that there are; a single layer, which no other is
+    beside, may be apart."""
     whole = with_axes(np.asarray(values), len(AXES) + 1)
     if whole.shape[0] == 1 or ends[-1] == ends[0]:
         return whole[:1]
-    along = np.clip((wanted - ends[0]) / (ends[-1] - ends[0]), 0.0, 1.0)
-    return np.asarray(whole[:1] + along * (whole[-1:] - whole[:1]))
+    along = np.clip((wanted - ends[-2]) / (ends[-1] - ends[-2]), 0.0, 1.0)
+    between = whole[-2:-1] + along * (whole[-1:] - whole[-2:-1])
+    return np.asarray(between if len(whole) == 2 else np.where(wanted == ends[0], whole[:1], between))
 
 
 class HeldMemory:
