@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mist_megatron.search.execution import contexts
+from mist_megatron.search.experts import divisors
 from mist_megatron.search.graphs import searches_graphs
 from mist_megatron.search.offloads import is_open
 from mist_megatron.search.pipelines import copies_weights
 from mist_megatron.search.search import Settings
 from mist_megatron.search.space import WIDTHS, Limits, Space
+from mist_megatron.search.splits import FEWER, MORE, MOST, SOME_MORE, every_split
 from mist_megatron.spec.job import Job
 from mist_megatron.targets.table import TARGETS
 
@@ -124,7 +126,17 @@ def _offload_modules(tuned: Proved) -> str:
 
 
 def _layers(tuned: Proved) -> str:
-    return "stages that are alike split layers near evenly" if tuned.space.near_even else ""
+    gpus, layers, space = tuned.job.cluster.gpus, tuned.job.model.layers, tuned.space
+    if not space.near_even or gpus == 1:
+        return ""
+    chunks = "chunks of stages that are alike are near even"
+    if all(every_split(layers, stages) for stages in divisors(gpus) if stages <= layers):
+        return chunks
+    more = MORE if space.long_ends else SOME_MORE
+    return (
+        f"of more than {MOST} splits of layers over stages that are alike those whose ends have up to {more} "
+        f"more or {FEWER} fewer than those between, which are even; {chunks}"
+    )
 
 
 def _chunks(tuned: Proved) -> str:
@@ -241,7 +253,13 @@ LEFT_OUT = (
         words=_offload_modules,
     ),
     LeftOut(told="fractions of offload between the steps of `--grid`", words=_offload),
-    LeftOut(told="splits of layers over stages that are alike which are not near even", words=_layers),
+    LeftOut(
+        told="splits of layers over stages that are alike, where there are more than 512, but those whose "
+        "stages between the ends differ by one layer at most, the ends having up to 10 fewer or 2 more (20 "
+        "where what crosses a border takes a quarter of a layer's compute or longer); of chunks that take "
+        "turns all but near-even ones",
+        words=_layers,
+    ),
     LeftOut(
         told="interleaving whose chunks take turns by more micro-batches than there are stages "
         "(`--microbatch-group-size-per-virtual-pipeline-stage`)",

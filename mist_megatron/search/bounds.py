@@ -24,7 +24,7 @@ from mist_megatron.search.pipelines import EqualPipeline, slices_alike
 from mist_megatron.search.points import Ends, Front
 from mist_megatron.search.points import steady_s as steady_of
 from mist_megatron.search.space import Space
-from mist_megatron.search.splits import first_chunk_shares, split_table, splits_layers
+from mist_megatron.search.splits import first_chunk_shares, split_rows, splits_layers
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -167,7 +167,7 @@ def layer_counts(question: SearchProblem, shape: EqualPipeline) -> list[int] | N
     stages, layers = shape.stages, question.evaluator.job.model.layers
     if splits_layers(question.space, stages, shape.vpp):
         # t is linear in layers, and d does not fall.
-        table = split_table(layers, stages, shape.vpp)
+        table = split_rows(question.space, layers, stages, shape.vpp)
         return [int(table.min()), -(-layers // stages), int(table.max())]
     return [layers // stages] if _is_even(question, shape) else None
 
@@ -190,7 +190,7 @@ def bound_of(
     if _is_even(question, shape):
         return _even_bound(shape, stages, crossed)
     if splits_layers(question.space, count, shape.vpp):
-        table = split_table(layers, count, shape.vpp)
+        table = split_rows(question.space, layers, count, shape.vpp)
         values_s = split_bounds(shape, stages, table, crossed)
         return EqualBound(float(values_s.min()), 0.0, 0.0, stages, crossed)
     used = (stages[0], stages[2]) if count == 2 else stages
@@ -329,60 +329,53 @@ def split_bounds(
     """The same of splits of the layers over stages that are alike in all else, one a row."""
     if shape.vpp > 1:
         return _chunked_bounds(shape, stages, table)
-    low, high = int(table.min()), int(table.max())
-    counts = np.stack([table[:, 0], table[:, 1:-1].max(axis=1, initial=0), table[:, -1]])
-    of_middle = table[:, 1:-1].sum(axis=1) / max(shape.stages - 2, 1)
-    along = (counts - low) / max(high - low, 1)
-
-    def at(parts: Sequence[Array]) -> Array:
-        return np.stack(
-            [part[0] + row * (part[-1] - part[0]) for part, row in zip(parts, along, strict=True)]
-        )
-
-    ramp_s = at([stage.ramp_s for stage in stages])
-    least = [
-        stage.t_s[0] + (stage.t_s[-1] - stage.t_s[0]) * row for stage, row in zip(stages, along, strict=True)
-    ]
-    # Of all but t what the fewest layers have.
-    both_s = [t_s + float((stage.both_s - stage.t_s).min()) for t_s, stage in zip(least, stages, strict=True)]
+    ramp_s = _by_position([stage.ramp_s for stage in stages], table)
+    more_s = np.array([more_s for more_s, _ in crossed] or [0.0] * shape.stages)
     in_turn_s = [stage.in_turn_s for stage in stages]
     # Some stage has its even share or more, which was priced between the two.
     step_s = min(float(stage.step_s[len(stage.step_s) // 2]) for stage in stages)
-    count, others = shape.stages, shape.grad_accum - 1
-    used = [0, 2] if count == 2 else [0, 1, 2]
-    slope = (stages[1].ramp_s[-1] - stages[1].ramp_s[0]) / max(high - low, 1)
-    middle_s = stages[1].ramp_s[0] + (of_middle - low) * slope
-    sum_s = ramp_s[0] + (count - 2) * middle_s + ramp_s[2] + sum(more_s for more_s, _ in crossed)
-    hidden = (0.0, ramp_s[0], sum_s - ramp_s[2])
-    second_s = np.max([sum_s - ramp_s[k] + both_s[k] - in_turn_s[k] - hidden[k] for k in used], axis=0)
+    t_s = ramp_s + more_s
+    left_s = t_s[:, ::-1].cumsum(axis=1)[:, ::-1]
+    # Of all but t what the fewest layers have.
+    extra_s = [float((stage.both_s - stage.t_s).min()) for stage in stages]
+    second_s = np.max([left_s[:, k] + extra_s[min(k, 1)] for k in (0, 1)], axis=0)
+    second_s = np.maximum(second_s, left_s[:, -1] + extra_s[2])
     rest_s = step_s + second_s + _in_turn_times(shape) * min(in_turn_s)
-    behind = [sum_s - ramp_s[0], ramp_s[2], np.zeros_like(sum_s)]
-    following = [count - 1, 1 if others > 1 else count - 2, 0]
-    steady = [
-        steady_of(ramp_s[k], 0.5 * ramp_s[k], 0.0, Ends.of(shape.grad_accum, following[k], count), behind[k])
-        for k in used
-    ]
+    steady = [_least_waiting_s(shape, t_s, left_s - t_s)]
     if crossed:
-        middle = stages[1].ramp_s[0] + (table[:, 1:-1] - low) * slope
-        every_s = np.column_stack([ramp_s[0], middle, ramp_s[2]])
-        steady.append(_crossing_s(shape, every_s, crossed))
+        steady.append(_crossing_s(shape, ramp_s, crossed))
     return np.asarray((np.max(steady, axis=0) + rest_s) * (1 - 1e-9))
+
+
+def _by_position(parts: Sequence[Array], table: NDArray[np.intp]) -> Array:
+    """Seconds of a first, a middle and a last stage with the fewest, the mean and the most layers of a table,
+    by row and stage of it."""
+    low, high, last = int(table.min()), int(table.max()), table.shape[1] - 1
+    roles = [0, *[1] * (last - 1), 2]
+    begin, end = np.array([[parts[role][0], parts[role][-1]] for role in roles]).T
+    return np.asarray(begin + (table - low) / max(high - low, 1) * (end - begin))
+
+
+def _least_waiting_s(shape: EqualPipeline, t_s: Array, behind_s: Array) -> Array:
+    """U by row of stages that take so long, but for what they send in turn."""
+    count, steady_s = shape.stages, np.full(len(t_s), -np.inf)
+    ends = [Ends.of(shape.grad_accum, count - 1 - k, count) for k in range(count)]
+    for twice in (False, True):
+        here = [k for k, each in enumerate(ends) if each.waits_twice is twice]
+        if here:
+            filling = np.array([ends[k].filling for k in here])
+            own_s, alike = t_s[:, here], Ends(shape.grad_accum, filling, twice)
+            each_s = steady_of(own_s, 0.5 * own_s, 0.0, alike, behind_s[:, here])
+            steady_s = np.maximum(steady_s, each_s.max(axis=1))
+    return steady_s
 
 
 def _chunked_bounds(
     shape: EqualPipeline, stages: tuple[LeastTimes, LeastTimes, LeastTimes], table: NDArray[np.intp]
 ) -> Array:
     """The same where chunks take turns."""
-    low, high = int(table.min()), int(table.max())
     roles = [0, *[1] * (shape.stages - 2), 2]
-    along = (table - low) / max(high - low, 1)
-    t_s = np.stack(
-        [
-            stages[role].t_s[0] + (stages[role].t_s[-1] - stages[role].t_s[0]) * along[:, position]
-            for position, role in enumerate(roles)
-        ],
-        axis=1,
-    )
+    t_s = _by_position([stage.t_s for stage in stages], table)
     # Of all but t what the fewest layers have.
     extra_s = np.array([float((stages[role].both_s - stages[role].t_s).min()) for role in roles])
     # Some stage has its even share or more, which was priced between the two.

@@ -18,7 +18,7 @@ from mist_megatron.search.choices import (
 )
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.solution import Solved, StageChoice, stage_choice, told
-from mist_megatron.search.splits import layer_splits, split_table, splits_layers
+from mist_megatron.search.splits import split_rows, splits_layers
 from mist_megatron.search.stage_fronts import StageConfigs, StageTimes, Tally, slot_configs
 from mist_megatron.search.uniform import MOST_TOLD, SplitGrids, alike_in
 from mist_megatron.spec.mesh import StageRole, role_of
@@ -175,8 +175,9 @@ def _splits_of(
     layers, stages, vpp = question.evaluator.job.model.layers, shape.stages, shape.vpp
     if not splits_layers(question.space, stages, vpp):
         return [(0.0, (layers // stages,) * stages)]
-    bounds_s = split_bounds(shape, bound.stages, split_table(layers, stages, vpp), bound.crossed)
-    return sorted(zip(map(float, bounds_s), layer_splits(layers, stages, vpp), strict=True))
+    table = split_rows(question.space, layers, stages, vpp)
+    bounds_s = split_bounds(shape, bound.stages, table, bound.crossed)
+    return sorted(zip(bounds_s.tolist(), map(tuple, table.tolist()), strict=True))
 
 
 def _told_s(solved: Solved) -> float:

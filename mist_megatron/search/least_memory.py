@@ -18,7 +18,7 @@ from mist_megatron.cost.evaluate import StageEvaluator
 from mist_megatron.search.choices import AXES, Array, Choices, StageSlot, stage_grid
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Space
-from mist_megatron.search.splits import least_held, split_table, splits_layers
+from mist_megatron.search.splits import least_held, split_rows, splits_layers
 from mist_megatron.search.stage_prices import ends_of, with_axes
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import Recompute
@@ -201,7 +201,7 @@ def may_fit(shape: EqualPipeline, most: Sequence[int], space: Space, layers: int
     """False where no split of the layers over stages of at most so many each, and no configuration of the
     stages, fits."""
     if splits_layers(space, shape.stages, shape.vpp):
-        return bool((split_table(layers, shape.stages, shape.vpp) <= np.array(most)).all(axis=1).any())
+        return bool((split_rows(space, layers, shape.stages, shape.vpp) <= np.array(most)).all(axis=1).any())
     if not space.uneven_layers or shape.vpp > 1:
         return min(most) >= layers // shape.stages
     return min(most) >= 1 and sum(most) >= layers

@@ -20,7 +20,7 @@ from mist_megatron.search.bounds import EqualBound, SearchProblem, least_recompu
 from mist_megatron.search.choices import Array, Ints, ckpt_counts
 from mist_megatron.search.least_memory import held_by
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.splits import split_table, splits_layers
+from mist_megatron.search.splits import split_rows, splits_layers
 from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTES, Recompute
@@ -70,7 +70,7 @@ def _table(question: SearchProblem, shape: EqualPipeline) -> tuple[Ints, bool]:
     """Splits of the layers, a row each, and whether there are several."""
     layers = question.evaluator.job.model.layers
     if splits_layers(question.space, shape.stages, shape.vpp):
-        return split_table(layers, shape.stages, shape.vpp), True
+        return split_rows(question.space, layers, shape.stages, shape.vpp), True
     return np.array([[layers // shape.stages] * shape.stages]), False
 
 

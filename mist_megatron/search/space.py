@@ -48,7 +48,9 @@ class Space:
     """Tensor-parallel ranks may lie on nodes that no fast links join."""
     uneven_layers: bool = False
     near_even: bool = False
-    """Stages that are alike in all else may differ in layers, the ends from those between (`splits.py`)."""
+    """Stages that are alike in all else may differ in layers, ends from those between (`splits.py`), ..."""
+    long_ends: bool = False
+    """... and have many more, where the job's borders are slow."""
     per_stage: bool = False
     """Stages may differ in recomputed layers, offload fractions and, where listed, ZeRO level."""
     per_stage_zero: bool = False

@@ -1,22 +1,37 @@
-"""Splits of layers over stages that are alike in all else: as even as they go, the ends shorter.
+"""Splits of layers over stages that are alike in all else: all of them where they are few, else as even as
+they go but for the ends.
 
-The first and the last stage may have fewer layers than those between, for embedding and head; those between
-differ by one at most, the later ones, which hold fewer micro-batches, having more.
+The first and the last stage may have fewer layers than those between, for embedding and head, or more, where
+borders of nodes take long, of which those between have two. Those between differ by one at most. Of chunks
+that take turns the ends have no more than those between, of which the later ones, which hold fewer
+micro-batches, have more.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.search.space import Space
+from mist_megatron.spec.job import Job
 from mist_megatron.spec.schedule import INTERLEAVED, chunk_layers, in_flight, usual_schedule
 
 FEWER = 10
-"""Layers that the first or last stage may have less than the largest: the head of a small model with a large
-vocabulary takes as long as eight of its layers (256k rows of 2,304 beside 26 layers)."""
+"""Layers that the first or last stage may have less than those between: the head of a small model with a
+large vocabulary takes as long as eight of its layers (256k rows of 2,304 beside 26 layers)."""
+SOME_MORE, MORE = 2, 20
+"""Layers that ends without chunks may have more than those between, where borders are quick and where they
+are slow: of Llama 3 70B with 1.25 GB/s between nodes the best has 12."""
+SLOW = 0.25
+"""What a border takes of a layer's compute at its peak, from which on it is slow."""
+
+MOST = 512
+"""Splits of stages without chunks that are all searched."""
 
 
 def splits_layers(space: Space, stages: int, vpp: int) -> bool:
@@ -24,28 +39,58 @@ def splits_layers(space: Space, stages: int, vpp: int) -> bool:
     return space.near_even and stages > 1 and (vpp > 1 or not space.per_stage)
 
 
+def slow_borders(job: Job) -> bool:
+    """Whether borders may be slow: of a dense layer of four times its width, both passes."""
+    cluster, links = job.cluster, job.cluster.links
+    speeds = [links.intra_bytes_per_s or cluster.gpu.intra_bytes_per_s.value]
+    if cluster.nodes > 1:
+        between = links.inter_bytes_per_s or cluster.gpu.inter_bytes_per_s.value
+        speeds.append(between / cluster.gpus_per_node)
+    sent_s, computed_s = 4.0 / min(speeds), 72.0 * job.model.hidden / cluster.gpu.fp16_flops_per_s.value
+    return sent_s > SLOW * computed_s
+
+
+def split_rows(space: Space, layers: int, stages: int, vpp: int) -> NDArray[np.intp]:
+    """The splits that are searched, a row each."""
+    return split_table(layers, stages, vpp, MORE if space.long_ends or vpp > 1 else SOME_MORE)
+
+
 @lru_cache(maxsize=4096)
-def layer_splits(layers: int, stages: int, vpp: int) -> tuple[tuple[int, ...], ...]:
+def layer_splits(layers: int, stages: int, vpp: int, more: int = MORE) -> tuple[tuple[int, ...], ...]:
     """All of them. Of chunks only those next to embedding and head may be smaller than those of the same
     place on other stages, and every chunk has a layer, or embedding or head."""
-    splits: list[tuple[int, ...]] = []
+    if vpp == 1 and every_split(layers, stages):
+        cuts = ((0, *some, layers) for some in combinations(range(1, layers), stages - 1))
+        return tuple(tuple(end - begin for begin, end in pairwise(cut)) for cut in cuts)
+    near = _with_ends(layers, stages, more if vpp == 1 else 0)
+    return tuple(split for split in near if vpp == 1 or _meets(split, vpp))
+
+
+def every_split(layers: int, stages: int) -> bool:
+    """Whether all splits of the layers are searched, of stages that have one chunk each."""
+    return math.comb(layers - 1, stages - 1) <= MOST
+
+
+def _with_ends(layers: int, stages: int, more: int) -> Iterator[tuple[int, ...]]:
+    """By the layers of the first and of the last stage, which may have so many more than those between; these
+    are as even as they go."""
     share = -(-layers // stages)
-    near = range(max(1, share - FEWER), min(share + 2 * FEWER, layers - stages + 1) + 1)
+    fewest = 1 if more > SOME_MORE else max(1, share - FEWER)
+    near = range(fewest, min(share + MORE, layers - stages + 1) + 1)
     for first in near:
         if stages == 2:
-            splits.append((first, layers - first))
+            yield first, layers - first
             continue
         for last in near:
             if first + last > layers - stages + 2:
                 break
             whole, rest = divmod(layers - first - last, stages - 2)
-            if max(first, last) <= whole + (rest > 0) + (vpp == 1):
-                splits.append((first, *[whole] * (stages - 2 - rest), *[whole + 1] * rest, last))
-    return tuple(split for split in splits if _is_near(split) and (vpp == 1 or _meets(split, vpp)))
-
-
-def _is_near(split: tuple[int, ...]) -> bool:
-    return max(split) - min(split) <= FEWER
+            between, most = [*[whole] * (stages - 2 - rest), *[whole + 1] * rest], max(first, last)
+            if between[-1] - min(first, last) > FEWER or most > max(between[-1], whole + more):
+                continue
+            yield first, *between, last
+            if more and rest and most <= whole + SOME_MORE:
+                yield first, *reversed(between), last
 
 
 def _meets(split: tuple[int, ...], vpp: int) -> bool:
@@ -68,9 +113,9 @@ def chunk_counts(layers: int, stages: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def split_table(layers: int, stages: int, vpp: int) -> NDArray[np.intp]:
+def split_table(layers: int, stages: int, vpp: int, more: int = MORE) -> NDArray[np.intp]:
     """The same as rows of an array."""
-    return np.array(layer_splits(layers, stages, vpp), dtype=np.intp).reshape(-1, stages)
+    return np.array(layer_splits(layers, stages, vpp, more), dtype=np.intp).reshape(-1, stages)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mist_megatron.cost.evaluate import StageEvaluator
@@ -17,6 +17,7 @@ from mist_megatron.search.kinds import cut_to_kinds
 from mist_megatron.search.node_groups import cut_to_groups
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target
+from mist_megatron.search.splits import slow_borders
 from mist_megatron.search.spread import Rival
 from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.plan import Execution
@@ -94,6 +95,7 @@ def questions_of(
         try:
             runnable = cut_to_target(space, job.target, job.training.precision, job.execution)
             runnable = cut_to_groups(cut_to_kinds(cut_to_experts(runnable, job), space, job), job)
+            runnable = replace(runnable, long_ends=runnable.near_even and slow_borders(job))
             cut = apply_limits(runnable, way.limits)
         except InputError as error:
             refused.append(error)
