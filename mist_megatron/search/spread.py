@@ -334,11 +334,20 @@ def _steps(
     chunk = np.ceil((share - 1) / vpp)
     of_layers = grad_accum * share + max(stages - 3, 0) * chunk
     chunked_s = np.maximum(grad_accum * mean_s, of_layers * least_s)
-    # Of the slowest stage b with f behind it, m is its t and B theirs: all stages take at most m, so that
-    # what warm-up passes fill of its waits is at most f m - B <= stages (m - mean).
-    filled = np.minimum(0.5 * np.minimum(stages - 1.0, others) * split_s, stages * (split_s - mean_s))
-    passes_s = np.where(vpp > 1.0, chunked_s, others * split_s - filled + sum_s)
+    passes_s = np.where(vpp > 1.0, chunked_s, least_steady_s(stages, others, mean_s, split_s) + sum_s)
     return np.asarray((passes_s + once_s) * (1 - 1e-9))
+
+
+def least_steady_s(stages: int, others: Array, mean_s: Array, least_s: Array) -> Array:
+    """U of stages whose t have this mean, the largest being `least_s` or more.
+
+    Of the slowest stage b with f behind it, m is its t and B theirs: all stages take at most m, so that what
+    warm-up passes fill of its waits is at most f m - B <= stages (m - mean), and half of each such pass. With
+    no more other micro-batches than stages less of m is left the larger it is, until the latter is less."""
+    half = 0.5 * np.minimum(stages - 1.0, others)
+    turns_s = np.maximum(least_s, stages / (stages - half) * mean_s)
+    slowest_s = np.where(others < stages, turns_s, least_s)
+    return others * slowest_s - np.minimum(half * slowest_s, stages * (slowest_s - mean_s))
 
 
 def least_maximum(loads: Array, first: Array, last: Array, stages: int) -> Array:
