@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from short_form import long_form
 
 from mist_megatron import __version__
 from mist_megatron.ask.emit import launch_sources
@@ -103,6 +104,7 @@ def test_installed_wheel_runs_from_another_folder(built: Path, tmp_path: Path) -
         assert Path(line).is_relative_to(tmp_path)
 
 
+@long_form
 def test_editable_install_exposes_only_the_two_packages(built: Path, tmp_path: Path) -> None:
     programs = new_environment(tmp_path / "env")
     python, source = programs / "python", built / "source"

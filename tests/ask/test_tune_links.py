@@ -92,6 +92,7 @@ def islands() -> LinkMatrix:
     return matrix_of(rates)
 
 
+@long_form
 def test_no_plan_is_faster_on_any_order(links):
     """Some 300 plans and orders; at pp 4 the mirrored order, which eq. 1 holds for as good, takes longer."""
     matrix, job = matrix_of(random_rates(3, 4, 2.0)), mm.job(**{**JOB, "global_batch": 4})
@@ -149,6 +150,7 @@ def test_islands_of_many_nodes_are_answered_soon(links):
     assert sum(frozenset(pair) in fast for pair in pairwise(hosts)) >= 2
 
 
+@long_form
 def test_spare_nodes_are_chosen_among(links):
     rates = np.full((5, 5), 5e9)
     rates[1, :] = rates[:, 1] = 0.3e9

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from short_form import long_form
 
 from mist_megatron.calibrate.agreement import device_is
 from mist_megatron.spec.catalogue import gpu
@@ -210,6 +211,7 @@ def test_pairs_of_nodes_alone_make_no_profile(ran_here, tmp_path):
     assert (ran.code, "only bandwidths between pairs" in ran.err) == (2, True)
 
 
+@long_form
 def test_fit_is_reproducible_and_needs_force(ran_here, tmp_path):
     write(tmp_path / "raw.jsonl", measured())
     assert ran_here(*FIT).code == 0

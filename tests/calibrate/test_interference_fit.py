@@ -8,6 +8,7 @@ import os
 
 import numpy as np
 import pytest
+from short_form import one_of
 
 from mist_megatron.calibrate.interference import (
     CoRuns,
@@ -106,7 +107,7 @@ def published(measured_dir) -> PublishedRows:
     )
 
 
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", one_of(3, MACHINES))
 def test_published_machines(published, machine):
     runs = published_coruns(published, machine)
     assert len(runs) > 1500

@@ -166,6 +166,7 @@ PIPELINES = {
         decoupled_step=True,
     ),
 }
+PIPELINES = some_of(2, PIPELINES)
 
 
 def emitted(folder: Path, planned: Plan) -> Path:

@@ -8,7 +8,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-from short_form import one_of
+from short_form import every_case, long_form, one_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "reliability"))
 from laws import BOUNDS, TARGETS, Tally, check, check_bounds, check_elsewhere, random_job, switched_job
@@ -16,7 +16,7 @@ from laws import BOUNDS, TARGETS, Tally, check, check_bounds, check_elsewhere, r
 import mist_megatron as mm
 from mist_megatron.search import queue
 
-JOBS_EACH = 4
+JOBS_EACH = 4 if every_case() else 2
 SLOW = {6, 7, 11, 14, 27, 32}
 """Their searches take as long as all of the others of their target together."""
 
@@ -46,6 +46,7 @@ def test_first_gathers_of_mixtures_are_told_as_they_are_played() -> None:
     assert not tally.broke and abs(tally.apart[0]) < 0.001
 
 
+@long_form
 def test_traffic_beside_products_wants_the_sequence_shared_out() -> None:
     """Three unequal stages of one GPU each once had it, which `predict` and `emit` refused."""
     tally = Tally()

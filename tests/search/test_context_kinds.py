@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 from jobs import small_job
-from short_form import one_of
+from short_form import long_form, one_of
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.ask.tune import Tuned, tune
@@ -152,6 +152,7 @@ def mixture(gpus: int, per_node: int, *, seq: int, inter_bytes_per_s: float):
     return replace(job, model=model, cluster=replace(job.cluster, links=links))
 
 
+@long_form
 def test_mixtures_are_searched_with_every_exchange(monkeypatch) -> None:
     """None that is slower with more of them, and none lost where attention hides the ring."""
     job = mixture(8, 4, seq=16384, inter_bytes_per_s=2e9)

@@ -23,7 +23,7 @@ MORE = 1.05
             ("megatron+patches", "full", 8, 6, 3.0, 237_285, 91),
             ("megatron+patches", "full", 8, 8, 40.0, 5_902, 31),
             ("megatron", "full", 16, 16, 4.0, 6_304, 77),
-            ("megatron", "full", 6, 12, 3.0, 9_530, 37),
+            ("megatron", "full", 6, 12, 3.0, 29_330, 37),
             ("deepspeed+patches", "full", 8, 6, 4.0, 9_900, 5),
             ("deepspeed", "deepspeed", 8, 6, 5.0, 36, 6),
         ],

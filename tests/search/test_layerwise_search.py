@@ -10,6 +10,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
+from short_form import one_of
 
 import mist_megatron as mm
 from mist_megatron.errors import InputError, NoFeasiblePlan
@@ -124,7 +125,7 @@ def least(points: list[StagePoint]) -> float:
     return min((value(point) for point in points), default=np.inf)
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", one_of(4, range(0, 200, 50)))
 def test_equal_to_all_plans_of_200_small_stages(first: int) -> None:
     for seed in range(first, first + 50):
         problem = random_stage(seed, moments=False)
@@ -170,7 +171,7 @@ def replaced(problem: StageProblem, budget: float) -> StageProblem:
     return replace(problem, budget_bytes=budget)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("most", one_of(3, [1, 2, 3]))
 def test_few_strategies_are_few_and_never_faster(most: int) -> None:
     for seed in range(40):
         problem = random_stage(seed, moments=False)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from jobs import evaluator_of, small_job
-from short_form import one_of
+from short_form import long_form, one_of
 
 from mist_megatron.ask.job_words import read_job
 from mist_megatron.ask.tune import tune
@@ -76,6 +76,7 @@ def test_the_default_space_is_not_suggested_and_what_does_not_help_neither():
     assert "--seq" not in text
 
 
+@long_form
 def test_a_hopeless_job_is_refused_at_once(mist):
     started = time.process_time()
     done = mist("tune", "--model", "gpt3-175b", "--gpus", "8")

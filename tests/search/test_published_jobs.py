@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from short_form import long_form
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
@@ -21,6 +22,7 @@ def rows_of(runs_dir, name):
     return [row for row in read_rows(path.read_text(), name) if row.plan is not None]
 
 
+@long_form
 def test_no_slower_than_plans_tuned_on_the_gpus(runs_dir):
     """Mist's own tuned plans for L4 clusters, priced by the same model, wherever they fit its budget."""
     compared, slower = 0, []

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 import pytest
 from jobs import small_job, told_of
-from short_form import one_of
+from short_form import long_form, one_of
 
 from mist_megatron.ask.emit import framework_files
 from mist_megatron.ask.fewer_gpus import layers_alone
@@ -124,6 +124,7 @@ def test_either_exchange_can_be_asked_for():
         parse_limits(("context_exchange=a2a",), ("context_exchange.a2a",), ())
 
 
+@long_form
 def test_fewer_gpus_over_slow_links():
     """Two of four nodes, or one, where sends between them cost more than their GPUs gain."""
     words = {"model": "gpt3-1.3b", "gpus": 8, "gpus_per_node": 2, "gpu": "a100-sxm-40gb", "seq": 1024}
