@@ -254,10 +254,10 @@ LEFT_OUT = (
     ),
     LeftOut(told="fractions of offload between the steps of `--grid`", words=_offload),
     LeftOut(
-        told="splits of layers over stages that are alike, where there are more than 512, but those whose "
-        "stages between the ends differ by one layer at most, the ends having up to 10 fewer or 2 more (20 "
-        "where what crosses a border takes a quarter of a layer's compute or longer); of chunks that take "
-        "turns all but near-even ones",
+        told=f"splits of layers over stages that are alike, where there are more than {MOST}, but those "
+        f"whose stages between the ends differ by one layer at most, the ends having up to {FEWER} fewer or "
+        f"{SOME_MORE} more ({MORE} where what crosses a border takes a quarter of a layer's compute or "
+        "longer); of chunks that take turns all but near-even ones",
         words=_layers,
     ),
     LeftOut(
