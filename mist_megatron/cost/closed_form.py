@@ -147,7 +147,7 @@ def _block_terms(
     add_term(stable, Term.EXPOSED_TRAFFIC, exposed)
     add_term(stable, Term.PIPELINE_FILL_OF_LAYERS, _arrivals(forward, backward, kept, whole))
     first = forward.beyond((kept.first, kept.forward), (whole.first, whole.forward))
-    first = first + warmed_up(work, forward.runs_ended, kept.forward, load)
+    first = first + warmed_up(work, forward.runs_ended, kept.forward, kept.layer)
     last = backward.beyond((kept.last, kept.backward), (whole.last, whole.backward))
     add_term(delta, Term.LAST_BACKWARD_TRAFFIC, last)
     stops = gathers_on_arrival(grid, facts)

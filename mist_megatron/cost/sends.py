@@ -13,6 +13,7 @@ from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
 from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.work import LayerWork, StageWork
+from mist_megatron.price.overlap import COMPUTE, DEVICE_TO_HOST, GPU_GPU, until_done
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole, boundary_crossing_share
 
@@ -177,20 +178,39 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
         load.backward_collective_s + layer.recompute_collective_s,
     )
     factors = work.context.interference
-    forward, backward = (_beside(share, parts, factors) for parts in (forward_parts, backward_parts))
+    out_s = layer.forward.copy_out_s
+    copied_s = chunks * a_layer * out_s
+    left_s = more_s = ZERO
+    if any_of(out_s):
+        # Gradients follow an activation when it has gone and their pass has ended, beside a forward pass
+        # whose layers send off theirs.
+        there_s, (_, beside_s) = until_done(GPU_GPU, share, (ZERO, copied_s), factors)
+        later_s = np.maximum(sum(backward_parts, start=ZERO) - there_s, 0.0)
+        left_s = np.maximum(beside_s - later_s, 0.0) + out_s - copied_s
+        # The first micro-batch travels beside all that the pass behind it sends off, too.
+        trip_s, _ = until_done(GPU_GPU, share, (ZERO, copied_s + out_s), factors)
+        # A pass that waits for copies of layers before its last one hides as much of that.
+        waited_s = np.maximum(out_s - sum(forward_parts, start=ZERO), 0.0)
+        more_s = np.maximum(trip_s - share - (1.0 - chunks * a_layer) * waited_s, 0.0)
+
+    def beside(hop: float | Array) -> tuple[_Beside, _Beside]:
+        """Gradients beside a forward pass, an activation beside a backward pass and what leaves for host
+        memory, of which gradients meet the rest."""
+        sent = chunks * hop * a_layer
+        return _beside(sent, forward_parts, left_s, factors), _beside(sent, backward_parts, copied_s, factors)
+
+    forward, backward = beside(sends.hop_s)
     slower = forward.slower_s + backward.slower_s
     if sends.own_s[0] is not sends.own_s[1]:
-        each = [chunks * hop * a_layer for hop in sends.own_s]
-        sides = [_beside(one, parts, factors) for one in each for parts in (forward_parts, backward_parts)]
-        slower = 0.5 * sum((beside.slower_s for beside in sides), start=ZERO)
+        slower = 0.5 * sum((one.slower_s for hop in sends.own_s for one in beside(hop)), start=ZERO)
     link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
     round_trip = np.maximum(forward.waits_s, backward.waits_s)
     if sends.every:
         # For a slow boundary a micro-batch waits though others hide their sends.
         round_trip = ZERO
         for part, hop in sends.every:
-            both = [_beside(chunks * hop * a_layer, one, factors) for one in (forward_parts, backward_parts)]
-            round_trip = round_trip + part * np.maximum(both[0].waits_s, both[1].waits_s)
+            one, other = beside(hop)
+            round_trip = round_trip + part * np.maximum(one.waits_s, other.waits_s)
     alone = np.maximum(share - sum(forward_parts) - sum(backward_parts), 0.0)
     two = bool(np.all(stages == 2))
     if two:
@@ -203,17 +223,31 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
         exposed = np.maximum(link - _edge_seconds(work.loads) * a_layer, trips)
     pairs = stages * chunks - 1
     in_chunk = (alone if two else stages * link) - pairs * slower - (pairs + stages) * waits
+    in_chunk = in_chunk + pairs * more_s
     return slower + exposed, in_chunk / chunks
 
 
-def _beside(sent: Array, parts: tuple[Array, Array, Array], factors: Array) -> _Beside:
+_COPIED = 1 << GPU_GPU | 1 << DEVICE_TO_HOST
+"""What a stage sends to others and to host memory at once."""
+
+
+def _beside(sent: float | Array, parts: tuple[Array, Array, Array], copied: Array, factors: Array) -> _Beside:
     """Host work, compute and collectives of a pass, in this order; only compute and sends disturb each
-    other."""
+    other, and what the last layer of a chunk sends to host memory disturbs both."""
     host, compute, collectives = parts
-    slow_compute, slow_send = (float(factor) for factor in factors[0b0011, :2])
-    together = np.minimum(compute * slow_compute, np.maximum(sent - host, 0.0) * slow_send)
+    pair, three = 1 << COMPUTE | 1 << GPU_GPU, 1 << COMPUTE | _COPIED
+    slow_compute: float | Array = float(factors[pair, COMPUTE])
+    slow_send: float | Array = float(factors[pair, GPU_GPU])
+    slow_alone: float | Array = 1.0
+    if any_of(copied):
+        among, copying = (float(factors[_COPIED, stream]) for stream in (GPU_GPU, DEVICE_TO_HOST))
+        share = np.minimum(copied * copying / np.maximum(sent * among, 1e-12), 1.0)
+        slow_alone = 1.0 + share * (among - 1.0)
+        slow_compute = slow_compute + share * (float(factors[three, COMPUTE]) - slow_compute)
+        slow_send = slow_send + share * (float(factors[three, GPU_GPU]) - slow_send)
+    together = np.minimum(compute * slow_compute, np.maximum(sent - host / slow_alone, 0.0) * slow_send)
     slower = together * (1.0 - 1.0 / slow_compute)
-    left = sent - host - together / slow_send - collectives
+    left = sent * slow_alone - host - together / slow_send * slow_alone - collectives
     idle = (compute - together / slow_compute) + np.maximum(-left, 0.0)
     return _Beside(slower, np.maximum(left, 0.0), np.where(left > 0.0, 0.0, idle))
 

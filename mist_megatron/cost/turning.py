@@ -11,8 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from mist_megatron.cost.phases import Phase, phase
+from mist_megatron.cost.sends import mean_hop_s
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, recomputed_layer
+from mist_megatron.price.overlap import GPU_GPU, until_done
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
 
@@ -71,15 +73,20 @@ def apart_at_head(work: StageWork, place: int, streams: PassWork, usual: Phase) 
     return replace(usual, last_s=usual.last_s + np.where(some, apart_s, 0.0))
 
 
-def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, load: LayerLoad) -> Linear:
+def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, layer: LayerWork) -> Linear:
     """What d has of forward passes of chunks that follow each other while a pipeline warms up: what the last
     layer of one sends off leaves beside the next, which hides less of it than a backward pass does."""
     grid = work.grid
-    if not grid.interleaved or not any_of(load.moved_bytes):
+    if not grid.interleaved or not any_of(layer.load.moved_bytes):
         return Linear()
     between = {StageRole.FIRST: 2, StageRole.MIDDLE: 1}.get(grid.role, 0)
     passes = between * (grid.stages - 1) + (grid.vpp - 1) * grid.stages
-    return Linear(passes * runs_ended / grid.vpp * (forward.inside_s - forward.last_s))
+    waits = np.minimum(passes, grid.grad_accum * grid.vpp - 1.0) - 1.0
+    waited_s = waits * runs_ended / grid.vpp * (forward.inside_s - forward.last_s)
+    # What the first micro-batch waits for on its way hides as much of that.
+    copies = ZERO, layer.forward.copy_out_s
+    sent_s, _ = until_done(GPU_GPU, mean_hop_s(work), copies, work.context.interference)
+    return Linear(np.maximum(waited_s - (grid.stages * grid.vpp - 1.0) * sent_s, 0.0))
 
 
 def leaving_s(work: StageWork, grad_accum: int, ahead: int) -> Array:

@@ -7,8 +7,10 @@ same at the same time, their collectives being priced as contended.
 A layer pass is a chain on the compute and GPU-GPU streams. Beside it run, by Mist's schedule template: what
 layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes out meanwhile, and layer k + 1
 waits for that, because buffers are two layers deep; where only some kinds of layers send activations off,
-two of these, and copies run on beside the layers between. (Reductions of ZeRO 0 and 1, whose gradients have a
-place of their own, hold nothing up: layers' own collectives go before them, and interleaved stages of
+two of these, and copies run on beside the layers between. Backward passes of Megatron's offload by modules
+wait for what comes in and not for what leaves (fine_grained_activation_offload.py of megatron-core 0.19.2
+makes compute wait for copies out in forward passes alone). (Reductions of ZeRO 0 and 1, whose gradients have
+a place of their own, hold nothing up: layers' own collectives go before them, and interleaved stages of
 Megatron begin them when a chunk's last backward pass has ended; they gather weights ahead, see `gathers`.)
 Transfers that compute waits for go before those that it does not, which stands for the share of the network
 that they would get. Sends go through a communicator of their own and share links with collectives, half and
@@ -246,7 +248,7 @@ class _Builder:
             rank.needs_no_room(self.built.kind)
         for index, layer in enumerate(layers):
             turning = turns and index == 0
-            between = layer.between and forward
+            between = layer.between if forward else self.work.leaves_by_modules
             left = () if turning or between else rank.leaving[0]
             begin = [*waits, *(stepped[index] if stepped else ()), *arriving, *left]
             following = None if index + 1 == len(layers) else layers[index + 1]
@@ -339,9 +341,11 @@ class _Builder:
         if work.gather_s > 0.0 and ahead is None and not self.steps_ahead(number, step):
             gather_s = layer.arriving_s(work, beside[0] if first else None)
             events.append(self.gather_beside(number, name, gather_s, after))
+        backward = step.kind is PassKind.BACKWARD
+        left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
+        if left is not None and beside[0] is None and self.work.leaves_by_modules:
+            return [*events, left]  # it comes back beside the pass before
         if work.copy_in_s > 0.0:
-            backward = step.kind is PassKind.BACKWARD
-            left = self.offloaded.pop((step.micro_batch, layer.name), None) if backward else None
             if left is not None and layer.name == "head":
                 return [*events, left]  # on its way out it turns round
             rank, kind = self.ranks[number], "copy in"

@@ -179,6 +179,8 @@ class Workload:
     sends_in_turn: bool = False
     """Neighbours stop for each other, and send one after the other."""
     tied_before_reduction: bool = False
+    leaves_by_modules: bool = False
+    """Activations leave by modules of layers: backward passes wait for none that leave but their own."""
     borders: Mapping[Border, tuple[float, float]] = field(default_factory=dict)
     """Transfers forward and backward between neighbours that differ."""
 
@@ -213,6 +215,7 @@ def workload_of(plan: Plan, evaluator: StageEvaluator) -> Workload:
         copies_on_arrival=facts.host_copies.on_arrival,
         sends_in_turn=facts.pipeline.sends_in_turn,
         tied_before_reduction=facts.reduction.tied_first,
+        leaves_by_modules=facts.host_copies.last_comes_early,
         borders=border_seconds(plan, grids, evaluator),
     )
 
