@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Runs tests of what dependencies are used for with the lowest version of each that pyproject.toml allows.
-# Needs Python 3.11 or 3.12 and internet; takes some two minutes. Arguments go to pytest.
+# Needs Python 3.11 or 3.12 and internet; takes a minute or two. Arguments go to pytest.
 #
 #   MIST_LOWEST_VENV   folder of the environment (default: .venv-lowest)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tests/install.sh
 
 venv=${MIST_LOWEST_VENV:-.venv-lowest}
 python=${PYTHON:-python3}
@@ -21,10 +22,10 @@ PINS
 if [ "$(cat "$venv/mist-ready" 2>/dev/null)" != "$pins" ]; then
   "$python" -m venv --clear "$venv"
   # shellcheck disable=SC2086  # one word each
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check $pins
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation hatchling \
+  install "$venv/bin/python" $pins
+  install "$venv/bin/python" --no-deps --no-build-isolation hatchling \
     editables pathspec pluggy trove-classifiers packaging
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+  install "$venv/bin/python" --no-deps --no-build-isolation --editable .
   echo "$pins" >"$venv/mist-ready"
 fi
 chosen=("$@")

@@ -8,6 +8,7 @@
 #                      without it Linux may download the CUDA wheels, which work as well but are 2 GB
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tests/install.sh
 
 venv=${MIST_TEST_VENV:-.venv-test}
 extra=${MIST_TEST_EXTRA:-test}
@@ -26,7 +27,7 @@ find_python() {
   return 2
 }
 
-fingerprint() { (cat pyproject.toml "$pins" tests/setup_frameworks.sh && echo "$extra") | cksum; }
+fingerprint() { (cat pyproject.toml "$pins" tests/setup_frameworks.sh tests/install.sh && echo "$extra") | cksum; }
 
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/mist-ready" 2>/dev/null)" = "$(fingerprint)" ]; then
   exit 0
@@ -40,21 +41,8 @@ python=$(find_python)
 python=$venv/bin/python
 rm -f "$venv/mist-ready"
 
-# A download that breaks off half-way ends pip with a traceback: twice more, then it is told.
-again() {
-  local tries
-  for tries in 1 2; do
-    "$@" && return
-    echo "failed, trying again ($tries of 2): ${*:1:4} ..." >&2
-    sleep 5
-  done
-  "$@"
-}
-# Nothing is compiled to .pyc here: Python does that with what is imported, a small part of all this.
-install() { again "$python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
-
 build_tools=(setuptools wheel pybind11 packaging ninja)
-install "${build_tools[@]}"
+install "$python" "${build_tools[@]}"
 anyway=() from_source=()
 if "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 12))'; then
   # Megatron-core declares Python 3.12; its source runs on 3.11 and compiles one small extension.
@@ -72,12 +60,15 @@ older_megatrons=(0.16.1 0.18.0)
 megatron=$(mktemp -d)
 trap 'rm -rf "$megatron"' EXIT
 build_megatron() {
-  local version pip
+  local newest version pip
   "$python" -m venv "$megatron/tools"
   PATH=$megatron/tools/bin:$PATH # Megatron-core's build asks `python3` for pybind11
   pip=(again "$megatron/tools/bin/python" -m pip --quiet --disable-pip-version-check)
   "${pip[@]}" install "${build_tools[@]}"
-  for version in "$(sed -n 's/^megatron-core==//p' "$pins")" "${older_megatrons[@]}"; do
+  newest=$(sed -n 's/^megatron-core==//p' "$pins")
+  for version in "$newest" "${older_megatrons[@]}"; do
+    # The extension reads data sets, which one Megatron is tried with: a build goes on where no compiler is found.
+    [ "$version" = "$newest" ] || export CC=false CXX=false
     "${pip[@]}" download --no-deps ${anyway[@]+"${anyway[@]}"} ${from_source[@]+"${from_source[@]}"} \
       --dest "$megatron/$version" "megatron-core==$version"
     "${pip[@]}" wheel --no-deps ${anyway[@]+"${anyway[@]}"} --no-build-isolation \
@@ -88,16 +79,16 @@ build_megatron &
 building=$!
 
 # torch goes first: DeepSpeed's build reads its version.
-install --constraint "$pins" ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_INDEX"} --editable ".[$extra]" torch
+install "$python" --constraint "$pins" ${MIST_TORCH_INDEX:+--extra-index-url "$MIST_TORCH_INDEX"} --editable ".[$extra]" torch
 # No CUDA here: kernels are not compiled.
-DS_BUILD_OPS=0 install --constraint "$pins" deepspeed transformers accelerate peft
+DS_BUILD_OPS=0 UV_NO_BUILD_ISOLATION=1 install "$python" --constraint "$pins" deepspeed transformers accelerate peft
 wait "$building"
 # The older ones that the patches support, in folders that their tests put first on the path.
 rm -rf "$venv"/megatron-0.* "$venv/deepspeed-0.19.0"
 for version in "${older_megatrons[@]}"; do
-  install --no-deps ${anyway[@]+"${anyway[@]}"} --target "$venv/megatron-$version" "$megatron"/wheels/*-"$version"-*
+  by_pip "$python" --no-deps ${anyway[@]+"${anyway[@]}"} --target "$venv/megatron-$version" "$megatron"/wheels/*-"$version"-*
   rm "$megatron"/wheels/*-"$version"-*
 done
-DS_BUILD_OPS=0 install --no-deps --no-build-isolation --target "$venv/deepspeed-0.19.0" deepspeed==0.19.0
-install --no-deps ${anyway[@]+"${anyway[@]}"} "$megatron"/wheels/*
+DS_BUILD_OPS=0 by_pip "$python" --no-deps --no-build-isolation --target "$venv/deepspeed-0.19.0" deepspeed==0.19.0
+by_pip "$python" --no-deps ${anyway[@]+"${anyway[@]}"} "$megatron"/wheels/*
 fingerprint >"$venv/mist-ready"
