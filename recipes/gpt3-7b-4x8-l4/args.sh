@@ -23,7 +23,7 @@ MEGATRON_ARGS=(
   --global-batch-size 512
   --tensor-model-parallel-size 1
   --pipeline-model-parallel-size 4
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Et|ttt|ttt|ttt|ttt|ttt|ttt|ttt|ttt|tt|ttt|ttL'
   --use-distributed-optimizer
   --optimizer-cpu-offload
   --use-precision-aware-optimizer
@@ -32,4 +32,5 @@ MEGATRON_ARGS=(
   --overlap-grad-reduce
   --overlap-param-gather
   --cross-entropy-loss-fusion
+  --optimizer-offload-fraction 0.625
 )

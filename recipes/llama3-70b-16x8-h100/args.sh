@@ -29,7 +29,7 @@ MEGATRON_ARGS=(
   --tensor-model-parallel-size 8
   --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Et*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8|t*8L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
