@@ -218,10 +218,12 @@ def capability(able: Capability, execution: Execution | None) -> Capability:
 
 def patched_capability(precision: Precision | None, execution: Execution | None) -> Capability:
     """Transformer Engine keeps 8-bit copies of weights and of activations that the patches do not see: nobody
-    tried them together, and activation_offload and parallel_block refuse to start there."""
+    tried them together, and activation_offload and parallel_block refuse to start there. Graphs replay
+    without the calls that patches hook: all but those of optimizer states and of stages refuse them."""
     able = capability(PATCHED_CAPABILITY, execution)
-    if precision == "fp8":
-        able = replace(able, parallel_block=False)
+    replayed = execution is not None and bool(execution.cuda_graphs)
+    if precision == "fp8" or replayed:
+        able = replace(able, parallel_block=False, decoupled_step=able.decoupled_step and not replayed)
         return replace(able, offload=replace(able.offload, weights="none", grads="none", activations="none"))
     return able
 

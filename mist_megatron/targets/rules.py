@@ -60,7 +60,7 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
     able, broken = TARGETS[target].can(precision, None), []
     if model.parallel_block and not able.parallel_block:
         inside = f" in {precision}" if TARGETS[target].capability.parallel_block else ""
-        broken.append(f"model {model.name}: it has no parallel blocks{inside} (attention beside MLP)")
+        broken.append(_no_parallel_block(model, inside))
     if able.activations is not None and model.mlp_words not in able.activations:
         wanted = " or ".join(able.activations)
         broken.append(f"model {model.name}: its MLP computes {model.mlp_words}, wanted {wanted}")
@@ -85,6 +85,10 @@ def job_rules(model: ModelSpec, precision: Precision, target: TargetName) -> tup
     return tuple(broken)
 
 
+def _no_parallel_block(model: ModelSpec, inside: str) -> str:
+    return f"model {model.name}: it has no parallel blocks{inside} (attention beside MLP)"
+
+
 def products_overlap(model: ModelSpec) -> bool:
     """Whether tensor-parallel traffic can run beside the products of a model's layers: attention and MLP that
     stand side by side are reduced together, behind both."""
@@ -101,6 +105,8 @@ def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> N
 
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     broken = list(job_rules(plan.model, plan.training.precision, plan.target))
+    if plan.model.parallel_block and not able.parallel_block and not broken:
+        broken.append(_no_parallel_block(plan.model, " beside execution.cuda_graphs"))
     broken += not_modelled(plan)
     if plan.pipeline_size > 1 and not able.pipeline:
         more = f": {able.no_pipeline}" if able.no_pipeline else ""

@@ -27,6 +27,7 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of, predict, prediction_document
 from mist_megatron.errors import MistError
 from mist_megatron.events.iteration import simulate
+from mist_megatron.events.report import simulation_document
 from mist_megatron.formats.plan_yaml import plan_to_yaml
 from mist_megatron.frameworks.folder import artifacts
 from mist_megatron.spec.plan import Execution, Plan
@@ -44,7 +45,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         evaluator = evaluator_for(job_of(plan))[0]
         told = prediction_document(predict(plan, evaluator))
         played = simulate(plan, evaluator)
-        spans = [float(second) for second in played.timeline.end_s]
+        events = {**simulation_document(played), "ends_s": float(played.timeline.end_s.sum())}
     except MistError as refused:
         return {"refused": digest(refused.message)}
     return {
@@ -52,7 +53,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "peak_gib": rounded(max(stage.peak_memory_bytes for stage in played.prediction.stages) / 2**30),
         "told": digest(told),
         "played_s": rounded(played.iteration_s),
-        "events": digest([len(spans), sum(spans)]),
+        "events": digest(events),
         **written(plan),
     }
 

@@ -16,7 +16,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.kinds import Offload
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import preset
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import job_rules, violations
@@ -41,6 +41,22 @@ def test_weights_gradients_and_activations_of_fp8_layers_stay() -> None:
         (rule,) = violations(plan_with(offload, "fp8"))
         assert "it keeps" in rule
     assert not violations(plan_with(Offload(optimizer=0.5), "fp8"))
+
+
+def test_graphs_replay_without_the_calls_that_patches_hook() -> None:
+    """These refuse to start there (mist_patches.megatron.untried)."""
+    graphs = Execution(cuda_graphs=("attn",))
+    for offload in (Offload(weights=0.5), Offload(grads=0.5), Offload(activations=0.5)):
+        (rule,) = violations(replace(plan_with(offload, "bf16"), execution=graphs))
+        assert "it keeps" in rule
+    plain = replace(plan_with(Offload(optimizer=0.5), "bf16"), execution=graphs)
+    assert not violations(plain)
+    (rule,) = violations(replace(plain, execution=replace(graphs, decoupled_step=True)))
+    assert "decoupled_step" in rule
+    falcon = replace(plain, model=replace(preset("falcon-7b"), layers=24))
+    (rule,) = violations(falcon)
+    assert "no parallel blocks beside execution.cuda_graphs" in rule
+    assert not violations(replace(falcon, execution=Execution()))
 
 
 @pytest.mark.parametrize("target", ["deepspeed", "deepspeed+patches", "mist"])
