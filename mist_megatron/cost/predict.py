@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -266,10 +266,14 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
 
 
 def priced_stages(
-    plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator
+    plan: Plan,
+    grids: Sequence[StageGrid],
+    evaluator: StageEvaluator,
+    alone: Iterable[StagePrediction] | None = None,
 ) -> tuple[StagePrediction, ...]:
-    """The stages of a plan, `grids` being their configurations, with what really crosses their borders."""
-    stages = tuple(predicted_stage(grid, evaluator) for grid in grids)
+    """The stages of a plan, `grids` being their configurations, with what really crosses their borders;
+    `alone` is each for itself, where that is known."""
+    stages = tuple(alone or (predicted_stage(grid, evaluator) for grid in grids))
     if plan.vpp == 1 and Term.PIPELINE_P2P not in evaluator.time_context.without:
         for position, (there_s, back_s) in exchanges_seconds(plan, grids, evaluator).items():
             stages = _with_exchanges(stages, position, there_s, back_s)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mist_megatron.errors import ProfileError
 from mist_megatron.price.attention_kernels import capped_scores, narrow_heads
 from mist_megatron.price.expert_prices import Curve, exchange_s, grouped_s
-from mist_megatron.price.kept import kept
+from mist_megatron.price.kept import distinct_rows, kept
 from mist_megatron.price.prices import (
     BACKWARD_KERNELS,
     EXACT,
@@ -88,7 +88,10 @@ class RatioTable:
         """Seconds for shapes, one a row. Of many most are the same, which are looked up once."""
         if len(asked) <= MANY:
             return Priced(*self._at(asked, roofline))
-        _, first, places = np.unique(_as_one(asked), return_index=True, return_inverse=True)
+        rows = distinct_rows([*asked.T])
+        if rows is None:
+            return Priced(*self._at(asked, roofline))
+        first, places = rows
         seconds, marks = self._at(asked[first], roofline[first])
         return Priced(seconds[places], marks[places])
 
@@ -107,12 +110,6 @@ class RatioTable:
             seconds[part] = np.where(exact, self.seconds[nearest], roofline[part] * np.exp(ratio))
             marks[part] = np.where(exact, EXACT, np.where(near, INTERPOLATED, EXTRAPOLATED))
         return seconds, marks
-
-
-def _as_one(rows: Array) -> NDArray[np.void]:
-    """Each row as one value that is equal to that of an equal row."""
-    whole = np.ascontiguousarray(rows)
-    return whole.view(np.dtype((np.void, whole.dtype.itemsize * whole.shape[1]))).reshape(-1)
 
 
 def _squares(some: Array, others: Array) -> Array:

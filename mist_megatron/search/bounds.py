@@ -212,11 +212,11 @@ def bound_of(
         # Every stage has a layer.
         ramp_s = [float(stage.ramp_s[0]) for stage in stages]
         t_s = np.array([[ramp_s[0], *[ramp_s[1]] * (count - 2), ramp_s[2]]])
-        steady_s = max(steady_s, float(_crossing_s(shape, t_s, crossed)[0]))
+        steady_s = max(steady_s, float(crossing_s(shape, t_s, crossed)[0]))
     return EqualBound((steady_s + rest_s) * (1 - 1e-9), rest_s, both_s, stages, crossed)
 
 
-def _crossing_s(shape: EqualPipeline, t_s: Array, crossed: Crossed) -> Array:
+def crossing_s(shape: EqualPipeline, t_s: Array, crossed: Crossed) -> Array:
     """u of the slowest of the stages that have borders of nodes, by row of stages that take so long but for
     these, and without what all send in turn."""
     more_s, in_turn_s = np.array(crossed).T
@@ -283,7 +283,7 @@ def _even_bound(
         )
     if crossed:
         every_s = np.array([[t_s[0], *[t_s[1]] * (count - 2), t_s[2]]])
-        steady_s = max(steady_s, float(_crossing_s(shape, every_s, crossed)[0]))
+        steady_s = max(steady_s, float(crossing_s(shape, every_s, crossed)[0]))
     value_s = (steady_s + rest_s) * (1 - 1e-9)
     return EqualBound(value_s, rest_s, both_s[0] + max(step_s), stages, crossed)
 
@@ -343,7 +343,7 @@ def split_bounds(
     rest_s = step_s + second_s + _in_turn_times(shape) * min(in_turn_s)
     steady = [_least_waiting_s(shape, t_s, left_s - t_s)]
     if crossed:
-        steady.append(_crossing_s(shape, ramp_s, crossed))
+        steady.append(crossing_s(shape, ramp_s, crossed))
     return np.asarray((np.max(steady, axis=0) + rest_s) * (1 - 1e-9))
 
 

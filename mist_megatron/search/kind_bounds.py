@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.search.bounds import SearchProblem, least_recompute
+from mist_megatron.search.borders import all_crossings_s
+from mist_megatron.search.bounds import SearchProblem, crossing_s, least_recompute
 from mist_megatron.search.choices import AXES, Array
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.slots import Alike, Slot, around_of, distinct, slots_grid, slots_of
@@ -164,12 +165,37 @@ def _least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> 
 
     layers_s = sum_of_layers(question, front.slopes) / first.vpp
     ends = [front, beyond(last, lambda count: [count - 1]) if last else front]
+    crossed_s = np.zeros((2, len(shapes)))
     ramp_s = layers_s + ends[0].ramp_s + (ends[1].ramp_s if last else 0.0)
     if last > 1:
-        ramp_s = ramp_s + (stages - 2.0) * beyond(1, lambda count: range(1, count - 1)).ramp_s
+        middle_s = beyond(1, lambda count: range(1, count - 1)).ramp_s
+        crossed_s = _crossed(question, shapes, (ends[0].ramp_s, middle_s, ends[1].ramp_s), front.slopes)
+        ramp_s = ramp_s + (stages - 2.0) * middle_s + crossed_s[0]
     second_s = once_of(first) * ramp_s - ends[0].ramp_s + ends[0].both_s
     steady_s = np.array([others_of(shape) for shape in shapes]) * np.maximum(ramp_s, 0.0) / stages
+    steady_s = np.maximum(steady_s, crossed_s[1])
     return np.asarray((steady_s + second_s + np.maximum(ends[0].step_s, ends[1].step_s)) * (1 - 1e-9))
+
+
+def _crossed(
+    question: SearchProblem,
+    shapes: Sequence[EqualPipeline],
+    beyond_s: tuple[Array, Array, Array],
+    slopes: Sequence[Array],
+) -> Array:
+    """By shape: what borders of stages that share nodes add to t of all stages, and what the slowest of the
+    stages at them takes in all passes but one. By role, stages take so much beyond their layers, of which
+    every one has one."""
+    crossed_s = np.zeros((2, len(shapes)))
+    layer_s = np.minimum.reduce(slopes)
+    for row, (shape, each) in enumerate(
+        zip(shapes, all_crossings_s(question.evaluator, shapes), strict=True)
+    ):
+        if each:
+            first_s, middle_s, last_s = (float(part[row] + layer_s[row]) for part in beyond_s)
+            t_s = np.array([[first_s, *[middle_s] * (shape.stages - 2), last_s]])
+            crossed_s[:, row] = sum(more_s for more_s, _ in each), crossing_s(shape, t_s, each)[0]
+    return crossed_s
 
 
 def others_of(shape: EqualPipeline) -> float:

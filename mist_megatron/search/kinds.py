@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.chunk_ends import ends_of
 from mist_megatron.cost.grid import StageGrid
-from mist_megatron.cost.predict import predict
+from mist_megatron.cost.predict import (
+    StagePrediction,
+    grids_of,
+    iteration_of,
+    predicted_stage,
+    priced_stages,
+)
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem
@@ -68,44 +74,66 @@ def solve_kinds(question: SearchProblem, shape: EqualPipeline, best_s: float) ->
                 value_s, slots = split
                 stage = {**priced.choice(config), "recompute": float(RECOMPUTE_KINDS.index(recompute))}
                 stages: list[StageChoice] = [{"layers": float(count), **stage} for _, count in slots]
-                solution = _balanced(question, told(question.evaluator, shape, stages), value_s)
+                solution = told(question.evaluator, shape, stages)
+                solution = _Balancing(question, priced, config).of(solution, value_s)
                 if best.solution is not None and best.solution.value_s <= solution.value_s:
                     solution = best.solution
                 best = Solved(solution, value_s, tally)
     return best
 
 
-def _balanced(question: SearchProblem, solution: Solution, least_s: float) -> Solution:
-    """Splits are ranked by a time that warm-up passes may miss: where they do, layers move over borders, one
-    at a time, while the step itself gets shorter."""
-    shape = solution.shape
-    fixed = shape.vpp > 1 or not question.space.uneven_layers
-    whole = question.space.ckpt != "any" and solution.stages[0]["ckpt"] > 0.0
-    if fixed or whole:
+class _Balancing:
+    """Moves of layers over borders of pipelines that are alike but for these."""
+
+    def __init__(self, question: SearchProblem, priced: _Priced, config: int) -> None:
+        self._question, self._priced, self._config = question, priced, config
+        self._alone: dict[tuple[int, Slot], StagePrediction] = {}
+        """By position and layers, as each stage is for itself: a move changes two of them."""
+
+    def of(self, solution: Solution, least_s: float) -> Solution:
+        """Splits are ranked by a time that warm-up passes may miss: where they do, layers move over borders,
+        one at a time, while the step itself gets shorter."""
+        question = self._question
+        fixed = solution.shape.vpp > 1 or not question.space.uneven_layers
+        whole = question.space.ckpt != "any" and solution.stages[0]["ckpt"] > 0.0
+        if fixed or whole:
+            return solution
+        while solution.value_s > least_s * (1.0 + 1e-6):
+            question.tick()
+            moved = self._moved(solution)
+            better = [one for one in moved if one.value_s < solution.value_s * (1.0 - 1e-9)]
+            if not better:
+                break
+            solution = min(better, key=lambda one: one.value_s)
         return solution
-    while solution.value_s > least_s * (1.0 + 1e-6):
-        question.tick()
-        better = [one for one in _moved(question, solution) if one.value_s < solution.value_s * (1.0 - 1e-9)]
-        if not better:
-            break
-        solution = min(better, key=lambda one: one.value_s)
-    return solution
 
+    def _moved(self, solution: Solution) -> Iterator[Solution]:
+        """With one layer on the other side of a border, where that fits and may be faster."""
+        evaluator = self._question.evaluator
+        for left in range(len(solution.stages) - 1):
+            for more in (1.0, -1.0):
+                stages = [dict(stage) for stage in solution.stages]
+                stages[left]["layers"] += more
+                stages[left + 1]["layers"] -= more
+                if any(stage["layers"] < max(stage["ckpt"], 1.0) for stage in stages):
+                    continue
+                counts = [int(stage["layers"]) for stage in stages]
+                slots = tuple(zip(accumulate(counts, initial=0), counts, strict=False))
+                if _in_slots(self._priced, self._config, slots, solution.value_s) is None:
+                    continue
+                made = replace(solution, stages=tuple(stages))
+                plan = plan_of(evaluator, made)
+                grids = grids_of(plan)
+                alone = [self._stage(key, grid) for key, grid in zip(enumerate(slots), grids, strict=True)]
+                priced = priced_stages(plan, grids, evaluator, alone)
+                if all(stage.fits for stage in priced):
+                    time = iteration_of(plan, grids, priced, evaluator, plan.grad_accum)
+                    yield replace(made, value_s=time.total_s)
 
-def _moved(question: SearchProblem, solution: Solution) -> Iterator[Solution]:
-    """With one layer on the other side of a border, where that fits."""
-    evaluator = question.evaluator
-    for left in range(len(solution.stages) - 1):
-        for more in (1.0, -1.0):
-            stages = [dict(stage) for stage in solution.stages]
-            stages[left]["layers"] += more
-            stages[left + 1]["layers"] -= more
-            if any(stage["layers"] < max(stage["ckpt"], 1.0) for stage in stages):
-                continue
-            made = replace(solution, stages=tuple(stages))
-            prediction = predict(plan_of(evaluator, made), evaluator)
-            if prediction.fits:
-                yield replace(made, value_s=prediction.iteration_s)
+    def _stage(self, key: tuple[int, Slot], grid: StageGrid) -> StagePrediction:
+        if key not in self._alone:
+            self._alone[key] = predicted_stage(grid, self._question.evaluator)
+        return self._alone[key]
 
 
 @dataclass(frozen=True)
@@ -327,21 +355,29 @@ def _split(priced: _Priced, config: int, best_s: float) -> tuple[float, tuple[Sl
     """The least value that beats `best_s`, and the slots that give it."""
     best: tuple[float, tuple[Slot, ...]] | None = None
     for slots in priced.even():
-        end: _End | None = NOTHING_BEHIND
-        for position in reversed(range(priced.shape.stages)):
-            last = _with_stage(priced, (position, config), [(slots[position], end)]) if end else []
-            end = last[0] if last else None
-        if end is not None and _value_s(end) < best_s:
-            best_s = _value_s(end)
-            best = best_s, end.slots
+        whole = _in_slots(priced, config, slots, best_s)
+        if whole is not None:
+            best_s = _value_s(whole)
+            best = best_s, slots
     ends: dict[int, list[_End]] = {priced.layers: [NOTHING_BEHIND]}
     for position in reversed(range(priced.shape.stages)):
         allowed = priced.allowed(position, config, best_s)
         ends = {
             first: _kept(priced, (position, config), slots, ends, best_s) for first, slots in allowed.items()
         }
-    whole = min(ends.get(0, ()), key=_value_s, default=None)
-    return best if whole is None else (_value_s(whole), whole.slots)
+    least = min(ends.get(0, ()), key=_value_s, default=None)
+    return best if least is None else (_value_s(least), least.slots)
+
+
+def _in_slots(priced: _Priced, config: int, slots: tuple[Slot, ...], limit_s: float) -> _End | None:
+    """The whole model on these; None where one does not fit, or where that takes as long as the limit."""
+    end = NOTHING_BEHIND
+    for position in reversed(range(priced.shape.stages)):
+        last = _with_stage(priced, (position, config), [(slots[position], end)])
+        if not last or _value_s(last[0]) >= limit_s:
+            return None
+        end = last[0]
+    return end
 
 
 def _value_s(end: _End) -> float:

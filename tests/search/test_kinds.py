@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -13,11 +14,15 @@ from short_form import one_of
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
+from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.kind_bounds import least_steps_s
+from mist_megatron.search.kinds import solve_kinds
+from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.search import Settings, search
 from mist_megatron.search.solution import plan_of
-from mist_megatron.search.space import cut_to_target, space_named
+from mist_megatron.search.space import Limits, cut_to_target, space_named
 from mist_megatron.spec.catalogue import gpu
-from mist_megatron.spec.cluster import ClusterSpec
+from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
 from mist_megatron.spec.entry import EncoderOutput, Entry
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.model import LayerGroup, ModelSpec
@@ -106,6 +111,21 @@ def test_layers_move_to_where_they_are_light():
     settings = Settings(limits=replace(Settings().limits, fixed={"pp": 2, "tp": 2}))
     first, second = search(evaluator, space_named("mist-ckpt"), settings).solutions[0].stages
     assert first["layers"] < second["layers"]
+
+
+def test_bounds_count_what_borders_of_nodes_take():
+    """Of stages that share nodes: without it pipelines of many small stages look best on slow networks."""
+    job = job_with(60.0)
+    links = LinkOverrides(inter_bytes_per_s=3e8)
+    job = replace(job, cluster=replace(job.cluster, nodes=2, gpus_per_node=3, links=links))
+    evaluator, _ = evaluator_for(job)
+    space = cut_to_target(space_named("mist-ckpt"), job.target)
+    question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
+    for shape in shapes(job, space, Limits(fixed={"tp": 1, "pp": 6, "vpp": 1, "micro_batch": 1})):
+        (bound_s,) = least_steps_s(question, [shape])
+        solved = solve_kinds(question, shape, math.inf).solution
+        assert solved is not None
+        assert 0.7 * solved.value_s < bound_s <= solved.value_s * (1.0 + 1e-9)
 
 
 def test_no_plan_is_told_as_such():
