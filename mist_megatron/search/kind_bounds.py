@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.borders import all_crossings_s
 from mist_megatron.search.bounds import SearchProblem, crossing_s, least_recompute
-from mist_megatron.search.choices import AXES, Array
+from mist_megatron.search.choices import AXES, Array, Ints
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.slots import Alike, Slot, around_of, distinct, slots_grid, slots_of
+from mist_megatron.search.slots import Alike, Slot, groups_of, slots_grid, slots_of
 from mist_megatron.search.stage_prices import Times, with_axes
 from mist_megatron.spec.kinds import STAYS
 
@@ -30,7 +30,7 @@ def least_slopes(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> li
     """Of a layer of each kind, by shape, memory unlimited: recomputation and offloading only add to that.
     Shapes differ in what a grid has axes for."""
     vpp = shapes[0].vpp
-    grid = _with_nothing(question, shapes, 0, ([(0, vpp)], (((0, 0),) * vpp, None)))
+    grid, _ = _with_nothing(question, shapes, 0, ([(0, vpp)], (((0, 0),) * vpp, None)))
     slopes = Times.of(question.evaluator, grid).stable.slopes
     return [_least(slope.per_layer, len(shapes)) for slope in slopes]
 
@@ -46,10 +46,11 @@ def _least(values: Array, count: int, there: NDArray[np.bool_] | None = None) ->
 
 def _with_nothing(
     question: SearchProblem, shapes: Sequence[EqualPipeline], position: int, alike: Alike
-) -> StageGrid:
-    """Stages that run nothing again, by slot, by level and sub-groups of replicas, and by shape."""
+) -> tuple[StageGrid, Ints]:
+    """Stages that run nothing again, by slot, by level and sub-groups of replicas, and by shape; and which of
+    them each slot is."""
     axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
-    grid = slots_grid(question, shapes[0], alike, axes, position, least_recompute(question.space))
+    grid, places = slots_grid(question, shapes[0], alike, axes, position, least_recompute(question.space))
     choices = [list(product(shape.zero, shape.instances)) for shape in shapes]
     most = max(map(len, choices))
     padded = [[each[min(k, len(each) - 1)] for k in range(most)] for each in choices]
@@ -58,7 +59,7 @@ def _with_nothing(
     def column(name: str) -> Array:
         return np.array([getattr(shape, name) for shape in shapes], dtype=np.float64)
 
-    return replace(
+    grid = replace(
         grid,
         nodes=column("nodes"),
         gpus_per_node=column("gpus_per_node"),
@@ -73,6 +74,7 @@ def _with_nothing(
         ep=column("ep"),
         etp=column("etp"),
     )
+    return grid, places
 
 
 class _Beyond(NamedTuple):
@@ -117,11 +119,9 @@ def _beyond_layers(
     least: list[tuple[Array, ...]] = []
     stays = question.space.offload == STAYS
     slots = sorted(frozenset().union(*of_stages.values()))
-    around = [around_of(question, first, slot) for slot in slots]
-    for here in dict.fromkeys(around):
+    for (some, here), _ in groups_of(question, first, slots):
         question.tick()
-        some = [slot for slot, kinds in zip(slots, around, strict=True) if kinds == here]
-        grid, places = distinct(_with_nothing(question, shapes, position, (some, here)))
+        grid, places = _with_nothing(question, shapes, position, (some, here))
         times = Times.of(question.evaluator, grid)
         if slopes is None:
             slopes = [_least(slope.per_layer, len(shapes)) for slope in times.stable.slopes]

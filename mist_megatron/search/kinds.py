@@ -37,7 +37,7 @@ from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at
 from mist_megatron.search.kind_bounds import least_slopes, once_of, others_of, sum_of_layers
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, path_s, steady_s
-from mist_megatron.search.slots import Slot, around_of, distinct, slots_grid, slots_of
+from mist_megatron.search.slots import Slot, groups_of, slots_grid, slots_of
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
@@ -164,7 +164,7 @@ class _Priced:
     """Of t of all stages together."""
     crossed_s: list[tuple[float, float]]
     """By position: what its own borders take beyond the least (`borders.crossings_s`)."""
-    most: tuple[dict[int, list[Slot]], ...]
+    most: tuple[Mapping[int, Sequence[Slot]], ...]
     """By position and first layer: slots that leave layers for the other stages."""
 
     def choice(self, config: int) -> dict[str, float]:
@@ -269,14 +269,11 @@ def _held(
     evaluator, (positions, every) = question.evaluator, slots
     configs = int(np.prod([axes[name].size for name in AXES]))
     fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
-    ends = [around_of(question, shape, slot) for slot in every]
     choices = Choices(space=question.space, shape=shape, step=question.step)
     parts = []
-    for here in dict.fromkeys(ends):
+    for alike, rows in groups_of(question, shape, every):
         question.tick()
-        rows = np.array([row for row, kinds in enumerate(ends) if kinds == here], dtype=np.intp)
-        alike = [every[row] for row in rows], here
-        grid, places = distinct(slots_grid(question, shape, alike, axes, positions[0], recompute))
+        grid, places = slots_grid(question, shape, alike, axes, positions[0], recompute)
         count = len(grid.layers)
         valid = _flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), axes, count)
         valid = valid & _flat(axes["ckpt"] <= grid.layers, axes, count)

@@ -6,9 +6,11 @@ first layer and a number of layers. Those with the same kinds at their ends are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +25,20 @@ from mist_megatron.targets.table import TARGETS
 
 Slot = tuple[int, int]
 """First layer of a stage, and how many it has."""
+MOST = 256
+"""Kinds of stages of which it is kept what layers they have: all shapes of as many stages have the same."""
 
 
-def slots_of(question: SearchProblem, shape: EqualPipeline, position: int) -> dict[int, list[Slot]]:
+def slots_of(question: SearchProblem, shape: EqualPipeline, position: int) -> Mapping[int, Sequence[Slot]]:
     """Slots of a stage, by their first layer."""
-    layers, stages = question.evaluator.job.model.layers, shape.stages
+    uneven = question.space.uneven_layers and shape.vpp == 1
+    return _slots(question.evaluator.job.model.layers, shape.stages, position, uneven)
+
+
+@lru_cache(maxsize=MOST)
+def _slots(layers: int, stages: int, position: int, uneven: bool) -> dict[int, list[Slot]]:
     each, behind = layers // stages, stages - 1 - position
-    if not question.space.uneven_layers or shape.vpp > 1:
+    if not uneven:
         return {position * each: [(position * each, each)]} if layers % stages == 0 else {}
     firsts = range(position, layers - behind) if position else range(1)
     return {
@@ -43,14 +52,27 @@ def slots_of(question: SearchProblem, shape: EqualPipeline, position: int) -> di
 Around = tuple[tuple[Kinds, ...], int | None]
 """Kinds at the ends of a stage's chunks, and, where its boundaries may differ, of the layer before it."""
 Alike = tuple[Sequence[Slot], Around]
+Group = tuple[Alike, Ints]
+"""Slots that are alike, and which of all they are."""
 
 
-def around_of(question: SearchProblem, shape: EqualPipeline, slot: Slot) -> Around:
+def groups_of(question: SearchProblem, shape: EqualPipeline, slots: Sequence[Slot]) -> Sequence[Group]:
+    """Slots by what is around them."""
     model = question.evaluator.job.model
-    chunks = even_chunks(model.layers, *slot, shape.vpp)
-    runs = tuple((model.kind_of_layer[chunk[0]], model.kind_of_layer[chunk[-1]]) for chunk in chunks)
-    first = slot[0]
-    return runs, model.kind_of_layer[first - 1] if first and not model.alike else None
+    return _groups(model.kind_of_layer, model.alike, shape.vpp, tuple(slots))
+
+
+@lru_cache(maxsize=MOST)
+def _groups(kinds: tuple[int, ...], alike: bool, vpp: int, slots: tuple[Slot, ...]) -> tuple[Group, ...]:
+    rows: dict[Around, list[int]] = {}
+    for row, slot in enumerate(slots):
+        chunks = even_chunks(len(kinds), *slot, vpp)
+        runs = tuple((kinds[chunk[0]], kinds[chunk[-1]]) for chunk in chunks)
+        before = kinds[slot[0] - 1] if slot[0] and not alike else None
+        rows.setdefault((runs, before), []).append(row)
+    return tuple(
+        (([slots[row] for row in own], around), np.array(own, dtype=np.intp)) for around, own in rows.items()
+    )
 
 
 def slots_grid(
@@ -60,50 +82,66 @@ def slots_grid(
     axes: dict[str, Array],
     position: int,
     recompute: Recompute,
-) -> StageGrid:
-    """The evaluator's grid of these stages, along an axis before the others."""
+) -> tuple[StageGrid, Ints]:
+    """The evaluator's grid of these stages, along an axis before the others; and which of its rows each is,
+    of which those that are the same are one."""
     job, (slots, (runs, before)) = question.evaluator.job, alike
     first_ones = TARGETS[job.target].memory(job.execution).recomputes_first_layers
-    again = (axes["ckpt"].reshape(-1) // shape.vpp).astype(np.intp)
-    one = (1,) * (len(AXES) - 1)
-    starts, lengths = _chunks(job.model.layers, slots, shape.vpp)
-    again = np.minimum(again[None, None, :], lengths[..., None])
-    begin = starts[..., None] if first_ones else starts[..., None] + lengths[..., None] - again
-    counts, of_chunks = [], []
-    for kind in range(len(job.model.kinds)):
-        until = np.array([0, *accumulate(int(k == kind) for k in job.model.kind_of_layer)], dtype=np.float64)
-        layers, ckpt = until[starts + lengths] - until[starts], until[begin + again] - until[begin]
-        counts.append(_sized(layers.sum(axis=1), ckpt.sum(axis=1)))
-        of_chunks.append([_sized(layers[:, end], ckpt[:, end]) for end in (0, -1)])
+    again = tuple((axes["ckpt"].reshape(-1) // shape.vpp).astype(np.intp).tolist())
+    known = _layers_of(job.model.kind_of_layer, shape.vpp, tuple(slots), again, first_ones)
     grid = stage_grid(shape, slot_at(shape, position, 1), axes, recompute=recompute)
-    return replace(
+    grid = replace(
         grid,
-        layers=np.array([float(count) for _, count in slots]).reshape(-1, 1, *one),
-        counts=tuple(counts),
+        layers=known.layers,
+        counts=known.counts,
         runs=runs,
         before=before,
-        end_chunks=tuple(zip(*of_chunks, strict=True)) if shape.vpp > 1 else (),
+        end_chunks=known.end_chunks,
     )
+    return grid, known.places
 
 
-def distinct(grid: StageGrid) -> tuple[StageGrid, Ints]:
-    """One of those stages that have as many layers of each kind, and recompute as many: nothing else of a
-    stage with the same kinds at its ends is of any matter. And which of them each stage is."""
-    counts = [grid.counts, *grid.end_chunks]
+class _Layers(NamedTuple):
+    """Stages that have as many layers of each kind, and recompute as many, each once: nothing else of a stage
+    with the same kinds at its ends is of any matter."""
+
+    layers: Array
+    counts: tuple[LayerCount, ...]
+    end_chunks: tuple[tuple[LayerCount, ...], ...]
+    places: Ints
+    """Which of them each stage is."""
+
+
+@lru_cache(maxsize=MOST)
+def _layers_of(
+    kinds: tuple[int, ...], vpp: int, slots: tuple[Slot, ...], ckpt: tuple[int, ...], first_ones: bool
+) -> _Layers:
+    """Layers of slots by kind, where each chunk recomputes so many, the first ones or the last."""
+    starts, lengths = _chunks(len(kinds), slots, vpp)
+    again = np.minimum(np.array(ckpt, dtype=np.intp)[None, None, :], lengths[..., None])
+    begin = starts[..., None] if first_ones else starts[..., None] + lengths[..., None] - again
+    counts, of_chunks = [], []
+    for kind in range(max(kinds) + 1):
+        until = np.array([0, *accumulate(int(k == kind) for k in kinds)], dtype=np.float64)
+        layers, some = until[starts + lengths] - until[starts], until[begin + again] - until[begin]
+        counts.append(_sized(layers.sum(axis=1), some.sum(axis=1)))
+        of_chunks.append([_sized(layers[:, end], some[:, end]) for end in (0, -1)])
+    every = [counts, *zip(*of_chunks, strict=True)] if vpp > 1 else [counts]
     rows = np.concatenate(
         [
-            part.reshape(len(grid.layers), -1)
-            for some in counts
-            for count in some
+            part.reshape(len(slots), -1)
+            for some_of in every
+            for count in some_of
             for part in (count.layers, count.ckpt)
         ],
         axis=1,
     )
     _, first, places = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    some, *ends = (
-        tuple(LayerCount(count.layers[first], count.ckpt[first]) for count in each) for each in counts
+    own, *ends = (
+        tuple(LayerCount(count.layers[first], count.ckpt[first]) for count in some_of) for some_of in every
     )
-    return replace(grid, layers=grid.layers[first], counts=some, end_chunks=tuple(ends)), places.reshape(-1)
+    whole = np.array([float(count) for _, count in slots]).reshape(-1, 1, *(1,) * (len(AXES) - 1))
+    return _Layers(whole[first], own, tuple(ends), places.reshape(-1))
 
 
 def _sized(layers: Array, ckpt: Array) -> LayerCount:
