@@ -35,7 +35,7 @@ from mist_megatron.cost.edges import (
     still_leaving,
     turned_at_head,
 )
-from mist_megatron.cost.last_reductions import counted_apart, last_reductions
+from mist_megatron.cost.last_reductions import counted_apart, handed_on_late, last_reductions
 from mist_megatron.cost.layer_runs import Way, mixed, once_a_run
 from mist_megatron.cost.neighbours import LayerRun, among_others, of_phases, usually_among
 from mist_megatron.cost.phases import (
@@ -51,11 +51,7 @@ from mist_megatron.cost.phases import (
     steps_ahead,
 )
 from mist_megatron.cost.refinement import Refinement
-from mist_megatron.cost.sends import (
-    least_sent,
-    sent_to_neighbours,
-    slowed_by_reduction,
-)
+from mist_megatron.cost.sends import least_sent, sent_to_neighbours, slowed_by_reduction
 from mist_megatron.cost.terms import ZERO, Linear, StageTerms, add_term, of_kind
 from mist_megatron.cost.traffic import gathers_by_chunk, gathers_on_arrival, reduces_by_chunk
 from mist_megatron.cost.turning import (
@@ -98,7 +94,8 @@ def closed_form(work: StageWork) -> StageTerms:
             add_term(delta, Term.OPTIMIZER_COMPUTE, each)
     slowed_s = slowed_by_reduction(work, work.step.get(Term.GRADIENT_REDUCTION, Linear()).fixed)
     if sent is not None:
-        stable[Term.PIPELINE_P2P] = sent
+        stable[Term.PIPELINE_P2P] = sent + handed_on_late(work, 1.0)
+        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, handed_on_late(work, -1.0))
     if sent_beyond is not None:
         delta[Term.PIPELINE_P2P] = sent_beyond
     if slowed_s is not ZERO:

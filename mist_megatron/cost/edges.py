@@ -199,6 +199,9 @@ def turned_at_head(
     head = work.head
     if head is None or not _turns(work, followed) or not any_of(leaving.copy_out_s):
         return usual
+    if work.context.facts.host_copies.last_comes_early:
+        # It stays.
+        return replace(usual, last_s=np.where(leaving.copy_out_s > 0.0, 0.0, usual.last_s))
     passes, given = (
         (head.first if steps else head.forward, head),
         (work.host_s / 2, work.context.interference),

@@ -19,11 +19,14 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.neighbours import takes_turns
 from mist_megatron.cost.phases import dropped_if_idle
+from mist_megatron.cost.sends import sent_before
 from mist_megatron.cost.terms import ZERO, Linear, of_kind
+from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.turning import recomputed_of
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.overlap import COMPUTE, GPU_GPU, overlapped_time
 from mist_megatron.price.prices import Array, any_of
+from mist_megatron.spec.mesh import StageRole
 
 Copies = tuple[Array, Array, Array]
 """In and out, and collectives that follow compute while these go on."""
@@ -101,6 +104,32 @@ def last_reductions(work: StageWork, *, followed: bool, waits_s: Array = ZERO) -
     return added
 
 
+def handed_on_late(work: StageWork, sign: float) -> Linear:
+    """Of a single micro-batch, whose backward pass is the last one: by how much later the stage before has
+    its result, which t has for it and d has not. Reductions slow that pass down; those of the layer that it
+    ends with still go on and share links with the result."""
+    grid, facts, factors = work.grid, work.context.facts, work.context.interference
+    reduces = [_reduced_s(block.kept) for block in work.blocks]
+    first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
+    alone = (grid.grad_accum == 1.0) & (reduces[last] > 0.0) & (not facts.pipeline.sends_in_turn)
+    if grid.role not in (StageRole.MIDDLE, StageRole.LAST) or grid.interleaved or not any_of(alone):
+        return Linear()
+    slow, slowed = (float(factors[1 << COMPUTE | 1 << GPU_GPU, stream]) for stream in (COMPUTE, GPU_GPU))
+
+    def slower_s(layer: LayerWork, reduce_s: Array) -> Array:
+        together_s = np.minimum(_compute_s(layer) * slow, np.maximum(reduce_s, 0.0) * slowed)
+        return np.where(alone, sign * together_s * (1.0 - 1.0 / slow), 0.0)
+
+    sent_s, crosses = sent_before(work)
+    shared = alone & ((replica_nodes(grid, work.context) > 1.0) == crosses)
+    late = Linear(np.where(shared, sign * np.minimum(sent_s, np.maximum(reduces[first], 0.0)), 0.0))
+    for place, (block, reduce_s) in enumerate(zip(work.blocks, reduces, strict=True)):
+        kept_s, whole_s = (slower_s(layer, reduce_s) for layer in (block.kept, block.recomputed))
+        late = late + of_kind(place, kept_s, whole_s - kept_s)
+    begun = work.blocks[last].kept
+    return late + Linear(slower_s(begun, _reduced_s(work.head)) - slower_s(begun, reduces[last]))
+
+
 def _beside_head_s(compute_s: Array, copies: Copies, factors: Array) -> Array:
     """What a head's reduction has of the layer beside it: copies that this waits for too."""
     return overlapped_time((compute_s, ZERO, *copies[:2]), factors) if _any_come(copies) else compute_s
@@ -158,7 +187,7 @@ def _quiet_end_s(work: StageWork, place: int, reduced: tuple[Array, Array], besi
         return ZERO
     reduce_s, head_s = reduced
     if not work.context.recomputes_first_layers:
-        alone = (work.grid.layers == 1.0) & (head_s > 0.0) & (block.kept.backward.reduce_s == 0.0)
+        alone = (work.grid.layers == 1.0) & (block.kept.backward.reduce_s == 0.0)
         reduce_s = np.where(alone, head_s, reduce_s)
     kept_s, whole_s = (_quieter_s(layer, reduce_s, beside_s) for layer in (block.kept, block.recomputed))
     return np.where(count.ckpt < count.layers, kept_s, whole_s)

@@ -74,6 +74,20 @@ def sent_forward_s(work: StageWork) -> Array:
     return (boundary.across_s if work.grid.crossed[-1] else boundary.inside_s) + boundary.handed_on_s
 
 
+def sent_before(work: StageWork) -> tuple[Array, Array]:
+    """What a stage sends to the one before it, and whether that goes between nodes; nothing where it may or
+    may not, for all that its role tells."""
+    grid, boundary = work.grid, work.boundary
+    if grid.placed is not None:
+        crosses = np.asarray(any(span.nodes > 1 for span in grid.placed.before))
+        return sum(_placed_hops(work, (grid.placed.before,)), start=ZERO), crosses
+    share = np.asarray(
+        float(grid.crossed[0]) if grid.crossed else _crossing_share(grid, work.context, grid.role)
+    )
+    known = (share == 1.0) | (grid.role is StageRole.LAST) | bool(grid.crossed)
+    return np.where(known, np.where(share == 1.0, boundary.across_s, boundary.inside_s), 0.0), share == 1.0
+
+
 def _placed_hops(work: StageWork, borders: Sequence[Spans]) -> list[Array]:
     """A boundary tensor over each of these borders, and handed on."""
     boundary = work.boundary

@@ -31,6 +31,7 @@ import numpy as np
 
 from mist_megatron.events.built import Built, PassSpan
 from mist_megatron.events.engine import Deadlock, Program, Stream, Timeline
+from mist_megatron.events.launches import launches, waited_for
 from mist_megatron.events.rank import Rank
 from mist_megatron.events.tasks import (
     LayerTasks,
@@ -40,11 +41,9 @@ from mist_megatron.events.tasks import (
     Workload,
     chain_of,
     end_of_iteration,
-    launches,
     on_arrival,
     reduced,
     sends_tokens,
-    waited_for,
 )
 from mist_megatron.spec.passes import Order, Pass, PassKind
 from mist_megatron.spec.schedule import SCHEDULES

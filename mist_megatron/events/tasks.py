@@ -7,7 +7,7 @@ micro-batches and data-parallel replicas (DistSim's observation).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,7 +243,9 @@ class _Kinds:
     blocks: tuple[tuple[LayerTasks, LayerTasks], ...]
     """Of each kind of transformer layer: kept, and recomputed."""
     last_kept: tuple[LayerTasks, ...]
-    """The last layer of a pass, if it is kept, of each kind."""
+    """The last layer of a pass, if it is kept, of each kind, ..."""
+    very_last: tuple[LayerTasks, ...]
+    """... and that of the model."""
     resharding_s: tuple[tuple[float, float], ...]
     """Before layers of each kind, forward and backward, where each run of layers is a kind of its own; before
     a head with its own strategy besides."""
@@ -260,10 +262,12 @@ class _Kinds:
 
 def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTasks]:
     work = evaluator.work(grid)
-    blocks, last_kept, stays = [], [], last_layer_stays(work)
+    blocks, last_kept, very_last, stays = [], [], [], last_layer_stays(work)
     for block, load in zip(work.blocks, work.loads.blocks, strict=True):
         kept = _layer(block.kept)
         last_kept.append(_without_arrivals(kept, load, work) if stays else kept)
+        leaves = not work.context.facts.host_copies.last_comes_early
+        very_last.append(last_kept[-1] if leaves else _without_departures(last_kept[-1]))
         blocks.append((kept, kept if block.recomputed is block.kept else _layer(block.recomputed)))
     embedding, head = (None if edge is None else _layer(edge) for edge in (work.embedding, work.head))
     step = {term: float(seconds.at(grid)) for term, seconds in work.step.items()}
@@ -286,7 +290,9 @@ def _priced(grid: StageGrid, evaluator: StageEvaluator) -> tuple[_Kinds, StageTa
         hand_on_s=float(work.boundary.handed_on_s),
     )
     resharding_s = tuple((float(there), float(back)) for there, back in work.resharding_s)
-    kinds = _Kinds(tuple(blocks), tuple(last_kept), resharding_s, embedding, head, in_buckets(work))
+    kinds = _Kinds(
+        tuple(blocks), tuple(last_kept), tuple(very_last), resharding_s, embedding, head, in_buckets(work)
+    )
     return kinds, tasks
 
 
@@ -297,6 +303,17 @@ def _without_arrivals(kept: LayerTasks, load: LayerLoad, work: StageWork) -> Lay
         kept,
         backward=replace(kept.backward, copy_in_s=quiet.backward.copy_in_s),
         last=replace(kept.last, copy_in_s=quiet.last.copy_in_s),
+    )
+
+
+def _without_departures(kept: LayerTasks) -> LayerTasks:
+    """A layer of which Megatron's offload by modules sends nothing off, because its backward pass comes next
+    (`should_bulk_offload` of fine_grained_activation_offload.py)."""
+    out_s = kept.forward.copy_out_s
+    return replace(
+        kept,
+        forward=replace(kept.forward, copy_out_s=0.0),
+        first=replace(kept.first, copy_out_s=kept.first.copy_out_s - out_s),
     )
 
 
@@ -366,7 +383,8 @@ def _chunks(plan: Plan, position: int, kinds: _Kinds) -> tuple[tuple[NamedLayer,
         end = max((k for k in chunks[chunk] if sends[of_layer[k]]), default=chunks[chunk].stop - 1)
         if layers and end not in again[chunk]:
             place = end - chunks[chunk].start
-            layers[place] = replace(layers[place], work=kinds.last_kept[of_layer[end]])
+            ended = kinds.very_last if (position, chunk) == (last, vpp - 1) else kinds.last_kept
+            layers[place] = replace(layers[place], work=ended[of_layer[end]])
         if position == 0 and chunk == 0 and kinds.embedding is not None:
             layers.insert(0, NamedLayer("embedding", kinds.embedding))
         if position == last and chunk == vpp - 1 and kinds.head is not None:
@@ -404,37 +422,6 @@ def _resharded(work: LayerTasks, seconds: tuple[float, float]) -> LayerTasks:
 def _stopped(work: PassTasks, seconds: float) -> PassTasks:
     """With a collective more that compute waits for."""
     return replace(work, tensor_s=work.tensor_s + seconds)
-
-
-def launches(work: Workload, orders: Sequence[Sequence[Pass]]) -> list[dict[int, list[int]]]:
-    """By stage: place in its order -> chunks whose gathers of updated weights begin there, on all stages at
-    the same time.
-
-    `forward_backward_pipelining_with_interleaving` of megatron-core 0.19 starts those of the first two chunks
-    when the step begins; those of any other as many forward passes before the first one of the chunk before
-    it as the stage has stages before it (`param_sync_func`, which Megatron's training.py sets unless it is
-    given --no-align-param-gather).
-    """
-    chunks = len(work.stages[0].chunks) if work.gathers_by_chunk else 0
-    return [_of_stage(order, before, chunks) for before, order in enumerate(orders)]
-
-
-def _of_stage(order: Sequence[Pass], before: int, chunks: int) -> dict[int, list[int]]:
-    places = [place for place, step in enumerate(order) if step.kind is PassKind.FORWARD]
-    first = {order[place].chunk: k for k, place in enumerate(places) if order[place].micro_batch == 0}
-    gathers = {places[0]: list(range(min(2, chunks)))}
-    for chunk in range(2, chunks):
-        earlier = first[chunk - 1] - before
-        if earlier >= 0:
-            gathers.setdefault(places[earlier], []).append(chunk)
-    return gathers
-
-
-def waited_for(layers: Sequence[NamedLayer], gathers: Sequence[int], *, bucketed: bool) -> dict[str, int]:
-    """Which gather each layer of a chunk waits for: its own; of one bucket the last."""
-    return {
-        layer.name: gather if bucketed else gathers[-1] for layer, gather in zip(layers, gathers, strict=True)
-    }
 
 
 def sends_tokens(stage: StageTasks) -> bool:

@@ -61,11 +61,12 @@ class Times:
             without = (*without, *first_terms(context.facts))
         delta = {name: term for name, term in terms.delta.items() if name not in without}
         sent = terms.stable.get(Term.PIPELINE_P2P, Linear())
+        turn = in_turn_share(context.facts)
         return Times(
             totals(terms.stable),
             totals({name: term for name, term in delta.items() if name not in waits}),
             totals({name: term for name, term in delta.items() if name in waits}),
-            in_turn_share(context.facts) * sent.fixed,
+            turn * sent.fixed if turn else np.zeros(()),
             sent.fixed,
             delta.get(Term.TIED_EMBEDDINGS, Linear()).fixed,
             edges_s(terms.stable),

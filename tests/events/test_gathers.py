@@ -7,6 +7,7 @@ from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.events.build import build
 from mist_megatron.events.engine import run_program
+from mist_megatron.events.launches import launches
 from mist_megatron.events.tasks import (
     LayerTasks,
     NamedLayer,
@@ -14,7 +15,6 @@ from mist_megatron.events.tasks import (
     StageTasks,
     StepTasks,
     Workload,
-    launches,
     workload_of,
 )
 from mist_megatron.spec.passes import PassKind
