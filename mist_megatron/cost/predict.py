@@ -253,8 +253,7 @@ def predict(plan: Plan, evaluator: StageEvaluator) -> Prediction:
     training = plan.training
     tokens = training.global_batch * training.seq_len
     gpu_s = plan.cluster.gpus * time.total_s
-    flops = model_flops(plan.model, training) / gpu_s
-    causal = model_flops(plan.model, training, causal=True) / gpu_s
+    flops, causal = (model_flops(plan.model, training, causal=half) / gpu_s for half in (False, True))
     return Prediction(
         time=time,
         stages=stages,
@@ -363,6 +362,7 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
     steps, whole = steps_of(delta_terms_s, facts), totals(terms.stable)
     told = Term.PIPELINE_P2P in stable_terms_s and grid.placed is None and not in_turn_share(facts)
     uneven = told and len(set(grid.crossed)) > 1
+    late = fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share
     return StagePrediction(
         stable_s=whole.at(grid).item(),
         delta_s=totals(terms.delta).at(grid).item(),
@@ -384,9 +384,7 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         beyond_s=(fine.stable_s.item(), fine.delta_s.item()),
         forward_traffic_s=fine.forward_s.item(),
         forward_exchange_s=sent_forward_s(work).item() if uneven else None,
-        late=Late(
-            *(part.item() for part in (fine.late_s, fine.behind_all_s, fine.behind_own_s, fine.hidden_share))
-        ),
+        late=Late(*(part.item() for part in late)),
         stepping=_stepping(delta_terms_s, fine, facts),
         chunks=chunk_parts(work, whole, terms.stable, fine.stable_s),
     )
@@ -435,14 +433,13 @@ def binding(prediction: Prediction) -> dict[str, Any]:
         key=lambda i: prediction.stages[i].peak_memory_bytes / prediction.stages[i].limit_bytes,
     )
     time_terms = prediction.stages[slowest].stable_terms_s
-    memory_terms = prediction.stages[fullest].memory_terms_bytes
     stage = prediction.stages[fullest]
     return {
         "slowest_stage": slowest,
         "largest_time_term": max(time_terms, key=lambda name: time_terms[name]).value,
         "fullest_stage": fullest,
         "memory_used_fraction": stage.peak_memory_bytes / stage.limit_bytes,
-        "largest_memory_term": max(memory_terms, key=lambda name: memory_terms[name]),
+        "largest_memory_term": max(stage.memory_terms_bytes, key=lambda name: stage.memory_terms_bytes[name]),
         "peak_moment": stage.peak_moment,
     }
 
@@ -478,6 +475,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
 
 
 def _stage_document(stage: StagePrediction) -> dict[str, Any]:
+    beyond_s = dict(zip(("stable", "delta"), stage.beyond_s, strict=True))
     return {
         "stable_s": stage.stable_s,
         "delta_s": stage.delta_s,
@@ -492,11 +490,7 @@ def _stage_document(stage: StagePrediction) -> dict[str, Any]:
         "memory": dict(stage.memory_terms_bytes),
         "stable_terms_s": {term.value: seconds for term, seconds in stage.stable_terms_s.items()},
         "delta_terms_s": {term.value: seconds for term, seconds in stage.delta_terms_s.items()},
-        **(
-            {"beyond_s": dict(zip(("stable", "delta"), stage.beyond_s, strict=True))}
-            if any(stage.beyond_s)
-            else {}
-        ),
+        **({"beyond_s": beyond_s} if any(stage.beyond_s) else {}),
     }
 
 
