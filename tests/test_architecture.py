@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -77,9 +78,22 @@ def room_of(path: Path) -> str:
     return parts[0] if len(parts) > 1 else ""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """They are some hundred MB, which every later collection of garbage would go through."""
+    yield
+    nodes_of.cache_clear()
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Of its syntax tree: several rules read the same thousand files."""
+    return tuple(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Line and full module name of every import, also those inside functions."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -92,7 +106,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -151,7 +165,7 @@ def test_rule_can_fail() -> None:
 
 def modules_named(path: Path) -> Iterator[str]:
     """Every module that an import may mean: `from package import module` names two."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Import):
@@ -203,7 +217,7 @@ def test_only_targets_know_targets_by_name() -> None:
         f"{where(path, node.lineno)}: {ast.unparse(node)}"
         for path in tracked("mist_megatron/*.py")
         if room_of(path) != "targets"
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for node in nodes_of(path)
         if isinstance(node, ast.expr | ast.MatchValue) and asks_for_a_name(node, names)
     ]
     assert not wrong, "\n".join(wrong)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from short_form import one_of
 
 import mist_megatron as mm
 
@@ -51,7 +52,7 @@ def test_the_versions_are_those_that_are_asked_for() -> None:
     assert len(OTHERS) >= 2
 
 
-@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize("version", one_of(2, OTHERS))
 def test_a_new_user_of_this_python(version: str, tmp_path: Path) -> None:
     program, env = uv.find_uv_bin(), tmp_path / "env"
     made = call(program, "venv", "--quiet", "--python", interpreter(version), env, cwd=tmp_path)

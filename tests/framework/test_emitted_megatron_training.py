@@ -182,6 +182,7 @@ def overlapped(planned: Plan) -> Plan:
     return replace(planned, execution=execution)
 
 
+@long_form
 def test_overlapped_collectives_with_states_on_the_host(tmp_path: Path) -> None:
     """Two stages of two ranks each, bf16 as above, every stage with a fraction of its own."""
     planned = plan(

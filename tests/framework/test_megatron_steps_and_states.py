@@ -52,7 +52,7 @@ OTHERS = {
     # Evaluated and saved right after the step that is skipped.
     "one micro-batch": replace(HALF, **SHARDED, **SKIPPED, micro_batches=1),
 }
-ONE_PROCESS = {**ALONE, **HOST, **some_of(2, OTHERS)}
+ONE_PROCESS = {**ALONE, **HOST, **some_of(3, OTHERS)}
 RUN = [
     (name, patch) for name in ONE_PROCESS for patch in (("steps", "states") if name in ALONE else ("both",))
 ]

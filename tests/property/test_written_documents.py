@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from short_form import every_case
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "spec"))
 from plans import valid_plans
@@ -90,7 +91,7 @@ PLAIN = st.recursive(
 PROFILE = datasheet_profile(CATALOGUE["a40-48gb"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if every_case() else 150, deadline=None)
 @given(st.dictionaries(TEXTS, PLAIN, min_size=1, max_size=4), st.sampled_from([110, 240]))
 @example({"content_hash": "3449e69426907872"}, 110)
 @example({"name": "1e3", "0189": ["0189", "1e3"]}, 110)
@@ -99,7 +100,7 @@ def test_any_mapping_is_read_back(value: dict[str, object], width: int) -> None:
     assert parse(to_yaml({"inline": Inline(value)}, width=width), "written") == {"inline": value}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if every_case() else 75, deadline=None)
 @given(valid_plans(), LINES, LINES, TEXTS)
 def test_plans_are_read_back(plan, model: str, profile: str, text: str) -> None:  # type: ignore[no-untyped-def]
     try:
@@ -120,7 +121,7 @@ def _written(profile: Profile, folder: Path) -> Profile:
     return replace(load_profile(out), content_hash="")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if every_case() else 50, deadline=None)
 @given(LINES, TEXTS, TEXTS, TEXTS)
 def test_profiles_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, name: str, source: str, note: str, version: str
