@@ -89,6 +89,11 @@ def _no_parallel_block(model: ModelSpec, inside: str) -> str:
     return f"model {model.name}: it has no parallel blocks{inside} (attention beside MLP)"
 
 
+def _beside(plan: Plan) -> str:
+    """What of a plan takes patches away, in words."""
+    return " beside execution.cuda_graphs" * bool(TARGETS[plan.target].patched and plan.execution.cuda_graphs)
+
+
 def products_overlap(model: ModelSpec) -> bool:
     """Whether tensor-parallel traffic can run beside the products of a model's layers: attention and MLP that
     stand side by side are reduced together, behind both."""
@@ -106,7 +111,7 @@ def require_job(model: ModelSpec, precision: Precision, target: TargetName) -> N
 def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     broken = list(job_rules(plan.model, plan.training.precision, plan.target))
     if plan.model.parallel_block and not able.parallel_block and not broken:
-        broken.append(_no_parallel_block(plan.model, " beside execution.cuda_graphs"))
+        broken.append(_no_parallel_block(plan.model, _beside(plan)))
     broken += not_modelled(plan)
     if plan.pipeline_size > 1 and not able.pipeline:
         more = f": {able.no_pipeline}" if able.no_pipeline else ""
@@ -126,7 +131,7 @@ def _pipeline_rules(plan: Plan, able: Capability) -> list[str]:
     if plan.execution.deterministic and not able.deterministic:
         broken.append("execution.deterministic: it has no such switch")
     if plan.execution.decoupled_step and not able.decoupled_step:
-        broken.append("execution.decoupled_step: it has no such switch")
+        broken.append(f"execution.decoupled_step: it has no such switch{_beside(plan)}")
     for name in OWN_SWITCHES:
         if getattr(plan.execution, name) and name not in TARGETS[plan.target].capability.switches:
             broken.append(f"execution.{name}: it has no such switch")
@@ -268,7 +273,7 @@ def _stage_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
         if switch is not None and stage.offload[kind] and getattr(plan.execution, switch)
     ]
     broken += _level_rules(where, stage, plan, able)
-    return broken + _offload_rules(where, stage, able)
+    return broken + _offload_rules(where, stage, able, _beside(plan))
 
 
 def _strategy_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> list[str]:
@@ -312,13 +317,13 @@ def _level_rules(where: str, stage: StagePlan, plan: Plan, able: Capability) -> 
     return broken
 
 
-def _offload_rules(where: str, stage: StagePlan, able: Capability) -> list[str]:
+def _offload_rules(where: str, stage: StagePlan, able: Capability, beside: str) -> list[str]:
     broken = []
     offload = stage.offload
     for kind, share in offload.items():
         allowed = able.offload[kind]
         if share and allowed == "none":
-            broken.append(f"{where}.offload.{kind} {share:g}: it keeps {kind} on the GPU")
+            broken.append(f"{where}.offload.{kind} {share:g}: it keeps {kind} on the GPU{beside}")
         elif allowed == "all_or_nothing" and share not in (0.0, 1.0):
             broken.append(f"{where}.offload.{kind} {share:g}: it moves all or nothing, wanted 0 or 1")
     if offload.optimizer and stage.zero < able.offload_needs_zero:
