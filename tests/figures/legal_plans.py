@@ -28,6 +28,14 @@ MIXTURES = (
     "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "moonlight-16b-a3b", "glm-4.5-air",
     "llama-4-scout-17b-16e", "nemotron-3-nano-30b-a3b", "qwen3-next-80b-a3b", "deepseek-v3",
 )  # fmt: skip
+SEVERAL_WIDTHS = (
+    "t5-512/4-32",
+    "swin-huge-32",
+    "vit-huge-32",
+    "qwen2.5-vl-7b-frozen-vision",
+    "llava-1.5-13b",
+)
+"""Models that torch runs in stages, and DeepSpeed."""
 GPUS = (
     "a100-sxm-40gb", "a100-sxm-80gb", "l4-24gb", "h100-sxm-80gb", "b200-sxm-180gb", "gb200-186gb",
     "mi300x-192gb", "v100-sxm-32gb", "h200-sxm-141gb",
@@ -61,11 +69,14 @@ def _tried(make: Callable[[], Plan]) -> Plan | None:
 
 def _plain(rng: random.Random) -> Plan:
     """No switch is set. Few layers: an event of each takes time, and says the same again."""
-    target = rng.choice(("megatron", "megatron", *TARGET_NAMES))
+    target = rng.choice(("megatron", "megatron", "torch", "torch", *TARGET_NAMES))
     name = rng.choice(MIXTURES if target == "megatron" and rng.random() < 0.5 else DENSE)
+    if target in ("torch", "deepspeed") and rng.random() < 0.7:
+        name = rng.choice(SEVERAL_WIDTHS)
     count, tp, cp = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2, 4)), rng.choice((1, 1, 1, 2, 4))
     if target.startswith("deepspeed"):
         count, tp, cp = count if target.endswith("patches") else 1, 1, 1
+    cp = 1 if target == "torch" else cp
     dp, micro_batch = rng.choice((1, 2, 4, 8)), rng.choice((1, 1, 2, 3))
     wide = tp * dp * cp
     model = _shorter(PRESETS[name], count * rng.choice((1, 2, 3)))
@@ -78,7 +89,13 @@ def _plain(rng: random.Random) -> Plan:
         cluster = replace(cluster, nodes=count, gpus_per_node=wide)
     grad_accum = rng.choice((1, 2, 3, 4, 2 * count, 4 * count))
     stage = StagePlan(
-        layers=model.layers // count, nodes=1, gpus_per_node=wide, dp=dp, tp=tp, micro_batch=micro_batch
+        layers=model.layers // count,
+        nodes=1,
+        gpus_per_node=wide,
+        dp=dp,
+        tp=tp,
+        micro_batch=micro_batch,
+        zero=0 if target == "torch" else 1,
     )
     return Plan(
         model=model,
