@@ -1,9 +1,9 @@
 """Training loops of several processes on the CPU over gloo, recorded by torch.profiler; layers sleep, so that
 a busy machine changes little.
 
-python live_ranks.py FOLDER
+python live_ranks.py FOLDER NAME...
 
-Writes FOLDER/NAME/RANK.json for each of RECORDINGS.
+Writes FOLDER/NAME/RANK.json for each of these RECORDINGS.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def pipelined(rank: int, stages: int, model: torch.nn.Module, micro_batches: int
         one.wait()
 
 
-def run(rank: int, folder: Path) -> None:
-    """All recordings that have this rank, one after the other."""
+def run(rank: int, folder: Path, names: list[str]) -> None:
+    """All of them that have this rank, one after the other."""
     torch.set_num_threads(1)
-    for name in RECORDINGS:
+    for name in names:
         if rank < RECORDINGS[name][0]:
             (folder / name).mkdir(exist_ok=True)
             recorded(rank, folder / name, name)
@@ -147,5 +147,6 @@ def recorded(rank: int, folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    most = max(count for count, *_ in RECORDINGS.values())
-    processes.start_processes(run, (Path(sys.argv[1]),), nprocs=most, start_method="fork")
+    folder, *names = sys.argv[1:]
+    most = max(RECORDINGS[name][0] for name in names)
+    processes.start_processes(run, (Path(folder), names), nprocs=most, start_method="fork")

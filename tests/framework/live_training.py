@@ -1,9 +1,9 @@
 """Small training loops on the CPU, recorded by torch.profiler; layers sleep, so that a busy machine changes
 little.
 
-python live_training.py FOLDER
+python live_training.py FOLDER NAME...
 
-Writes FOLDER/NAME.json for each of RECORDINGS.
+Writes FOLDER/NAME.json for each of these RECORDINGS.
 """
 
 from __future__ import annotations
@@ -77,5 +77,6 @@ def train(path: Path, layers: int, micro_batches: int, slower: float) -> None:
 
 
 if __name__ == "__main__":
-    for name, kind in RECORDINGS.items():
-        train(Path(sys.argv[1]) / f"{name}.json", *kind)
+    folder, *names = sys.argv[1:]
+    for name in names:
+        train(Path(folder) / f"{name}.json", *RECORDINGS[name])

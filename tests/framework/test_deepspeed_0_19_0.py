@@ -27,6 +27,7 @@ from deepspeed_cases import (
     with_references,
 )
 from ranks import run_ranks
+from short_form import some_of
 
 OLDER = Path(sys.prefix) / "deepspeed-0.19.0"
 pytestmark = pytest.mark.skipif(
@@ -48,6 +49,7 @@ CASES = {
     "all z2 fp16": with_patches(replace(Z2_HOST, **IN_FP16), **OFFLOAD, gradient_fraction=0.6),
     "all z1 bf16": with_patches(replace(Z1_HOST, **IN_BF16), **OFFLOAD),
 }
+CASES = some_of(3, CASES)
 RANKS = 2
 
 

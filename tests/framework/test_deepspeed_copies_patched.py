@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from short_form import some_of
+from short_form import long_form, some_of
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -25,6 +25,7 @@ CASES = some_of(2, CASES)
 SETS["copies"] = (4, CASES)
 
 
+@long_form
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same(name: str) -> None:
     runs = results("copies")[name]

@@ -11,6 +11,7 @@ import importlib
 from dataclasses import replace
 
 import pytest
+from short_form import some_of
 from unhook import undo_all
 
 pytest.importorskip("torch")
@@ -81,19 +82,18 @@ APART = {
     for kind in ("late", "random 1")
 }
 """On streams whose copies run as late as their waits allow, or at random."""
+RACES_IN = {
+    "use_before_arrival": "weights z1, late",
+    "activation_before_arrival": "activations z3, late",
+}
+RACES = {f"{name} gone": replace(APART[case], mutate=name) for name, case in RACES_IN.items()}
+ALONE, TOGETHER, APART = (some_of(3, cases) for cases in (ALONE, TOGETHER, APART))
 MUTANTS = {
     "not_recomputed": with_patches(replace(Z2, steps=2), activations=ACTIVATIONS),
     "no_fraction_of_activations": with_patches(replace(Z2, steps=2), activations=ACTIVATIONS),
     "not_forgotten": with_patches(SPOILED, forget_overflow=True),
 }
 MUTATED = {name: replace(case, mutate=name) for name, case in MUTANTS.items()}
-RACES = {
-    f"{name} gone": replace(APART[case], mutate=name)
-    for name, case in {
-        "use_before_arrival": "weights z1, late",
-        "activation_before_arrival": "activations z3, late",
-    }.items()
-}
 SETS["each"] = (1, {**ALONE, **TOGETHER, **MUTATED})
 SETS["apart"] = (1, {**APART, **RACES})
 

@@ -136,6 +136,8 @@ PIPELINES = {
     "all stages": with_patches(replace(STAGES, by_file=True, **FULL), **ALL_OF_STAGES),
     "all stages bf16": with_patches(replace(STAGES, by_file=True, **BF16), **ALL_OF_STAGES),
 }
+# Their words are looked at below.
+PIPELINES = {"stages bf16": PIPELINES["stages bf16"], **some_of(3, PIPELINES)}
 PIPELINE_BY_TWO = {
     "stages of two": with_patches(
         replace(STAGES, by_file=True, **FULL),
@@ -194,7 +196,7 @@ MUTATED = {name: replace(case, mutate=name) for name, case in MUTANTS.items()}
 NOT_RUN = {name: replace(case, refused=True) for name, case in REFUSED.items()}
 OTHERS = {"twin flow": TWIN_FLOW, "spoiled": SPOILED, "linked": LINKED}
 OTHERS["not linked"] = replace(LINKED, mutate="not_linked")
-ONE_PROCESS, TWO_PROCESSES, WAYS = (some_of(3, cases) for cases in (ONE_PROCESS, TWO_PROCESSES, WAYS))
+ONE_PROCESS, TWO_PROCESSES, WAYS = (some_of(5, cases) for cases in (ONE_PROCESS, TWO_PROCESSES, WAYS))
 SETS["1 rank"] = (1, {**ONE_PROCESS, **WAYS, **MUTATED, **OTHERS, **NOT_RUN})
 SETS["2 ranks"] = (2, {**TWO_PROCESSES, **PIPELINES, **MUTATED_STAGES})
 SETS["2 stages of 2"] = (4, PIPELINE_BY_TWO)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from short_form import long_form
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron", reason="megatron-core is not installed")
@@ -58,6 +59,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses
 
 
+@long_form
 def test_split_layers_train_as_one_process_does(plain: list[float], tmp_path: Path) -> None:
     """Over two uneven stages of two tensor-parallel ranks each, where some layers run again."""
     split = unlike(stage(2, tp=2, ckpt=1), stage(3, tp=2, ckpt=1), sequence_parallel=True)

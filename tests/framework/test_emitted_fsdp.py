@@ -72,7 +72,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]
 
 @pytest.mark.parametrize(
     ("model", "zero", "spread"),
-    one_of(2, SHARDED[:-1]),
+    one_of(4, SHARDED[:-1]),
 )
 def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, alone, tmp_path: Path) -> None:
     sharded = mixture(model, stage(4, dp=2, zero=zero), megatron_fsdp=True, **spread)
@@ -81,7 +81,7 @@ def test_sharded_ranks_train_as_one_process_does(model, zero: int, spread, alone
 
 @pytest.mark.parametrize(
     ("model", "zero", "spread"),
-    one_of(2, SHARDED),
+    one_of(4, SHARDED),
 )
 def test_sub_groups_of_ranks_train_as_one_process_does(
     model, zero: int, spread, alone, tmp_path: Path

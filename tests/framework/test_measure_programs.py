@@ -36,6 +36,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+@long_form
 def test_everything_runs_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "raw.jsonl"
     command = ["calibrate", "run", "--device", "cpu", "--model", "llama3-8b", "--out", str(out), "--json"]

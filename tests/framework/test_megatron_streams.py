@@ -41,7 +41,7 @@ KINDS = ("late", "random 1")
 BY_CHANCE = ("resumed", "recomputed", "host, all")
 """What has most copies under way: at random too."""
 RUN = [(name, kind) for name in CASES for kind in KINDS if kind == "late" or name in BY_CHANCE]
-RUN = [*dict.fromkeys([("gradients", "late"), *one_of(2, RUN)])]  # its bytes are asked for below
+RUN = [*dict.fromkeys([("gradients", "late"), *one_of(5, RUN)])]  # its bytes are asked for below
 
 
 def plain(case: Case) -> Case:
@@ -102,7 +102,7 @@ COLLECTIVES = {
     "host": replace(SENT, optimizer_fraction=[0.5], patches={**HOST.patches, **STEPS}),
 }
 """Gradients are reduced and weights gathered beside passes, by two data-parallel ranks."""
-COLLECTIVES = some_of(2, COLLECTIVES)
+COLLECTIVES = some_of(3, COLLECTIVES)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,42 @@ import warm_start_server
 from mist_megatron.ask.replay import replay
 from mist_megatron.recorded.report import Page
 
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    ("layers", {"layers": 8}),
+    ("micro_batches", {"micro_batches": 4}),
+    ("load", {"scale": "op=^load$:4"}),
+]
+OF_RANKS: list[tuple[str, dict[str, Any], str]] = one_of(
+    3,
+    [
+        ("pipeline", {"micro_batches": 8}, "pipeline of more micro-batches"),
+        ("pipeline", {"layers": 8}, "pipeline of more layers"),
+        ("pipeline", {"scale": "op=^Layer$:2"}, "slower pipeline"),
+        ("replicas", {"layers": 4}, "replicas of more layers"),
+        ("two replicas", {"scale": "op=^Layer$:2"}, "two slower replicas"),
+    ],
+)
+
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recordings")
-    return recorded_by("live_training.py", folder)
+    return recorded_by("live_training.py", folder, ["base", *(name for name, _ in CHANGES)])
 
 
-def recorded_by(program: str, folder: Path) -> Path:
+def recorded_by(program: str, folder: Path, names: Collection[str]) -> Path:
     path = Path(__file__).with_name(program)
     environment = warm_start_server.environment(PYTHONPATH=str(path.parent))
     subprocess.run(
-        [sys.executable, path, folder], check=True, capture_output=True, timeout=300, env=environment
+        [sys.executable, path, folder, *names], check=True, capture_output=True, timeout=300, env=environment
     )
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return recorded_by("live_ranks.py", tmp_path_factory.mktemp("ranks"))
+    names = dict.fromkeys(name for before, _, after in OF_RANKS for name in (before, after))
+    return recorded_by("live_ranks.py", tmp_path_factory.mktemp("ranks"), names)
 
 
 MOST_LATE = 1.04
@@ -45,10 +63,7 @@ MOST_LATE = 1.04
 nothing."""
 
 
-@pytest.mark.parametrize(
-    ("name", "question"),
-    [("layers", {"layers": 8}), ("micro_batches", {"micro_batches": 4}), ("load", {"scale": "op=^load$:4"})],
-)
+@pytest.mark.parametrize(("name", "question"), CHANGES)
 def test_a_change_is_predicted(recordings: Path, name: str, question: dict[str, Any]) -> None:
     files = [recordings / f"{one}.json" for one in ("base", name)]
     asleep = [
@@ -60,19 +75,7 @@ def test_a_change_is_predicted(recordings: Path, name: str, question: dict[str, 
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("before", "question", "after"),
-    one_of(
-        2,
-        [
-            ("pipeline", {"micro_batches": 8}, "pipeline of more micro-batches"),
-            ("pipeline", {"layers": 8}, "pipeline of more layers"),
-            ("pipeline", {"scale": "op=^Layer$:2"}, "slower pipeline"),
-            ("replicas", {"layers": 4}, "replicas of more layers"),
-            ("two replicas", {"scale": "op=^Layer$:2"}, "two slower replicas"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("before", "question", "after"), OF_RANKS)
 def test_several_processes(ranks: Path, before: str, question: dict[str, Any], after: str) -> None:
     """Two stages in the order of 1F1B, and replicas that reduce beside the backward pass."""
     asleep = []

@@ -60,7 +60,7 @@ RESUMED = {
     "resumed on grids": replace(LATER, stages=[[2, 2, 1, 1, 1], [2, 1, 2, 2, 1]]),
 }
 if not every_case():
-    del PRECISIONS["bfloat16"], RESUMED["resumed native"]
+    del PRECISIONS["bfloat16"], RESUMED["resumed native"], RESUMED["resumed alone"]
 
 
 def grids_cases() -> dict[str, Case]:

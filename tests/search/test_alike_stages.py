@@ -157,7 +157,7 @@ def test_no_plan_beats_what_is_told(seed: int) -> None:
     job = random_job(seed)
     found = searched(job)
     own, fits = cache(lambda execution: evaluator_of(replace(job, execution=execution))), 0
-    for plan in one_of(3, itertools.islice(drawn(job, seed), 200)):
+    for plan in one_of(6, itertools.islice(drawn(job, seed), 200)):
         told = predict(plan, own(plan.execution))
         fits += told.fits
         if told.fits:

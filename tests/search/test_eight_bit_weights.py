@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from short_form import long_form
 
 import mist_megatron as mm
 from mist_megatron.errors import InputError
@@ -10,6 +11,7 @@ from mist_megatron.errors import InputError
 JOB = {"model": "llama3-8b", "gpus": 8, "gpu": "h100-sxm-80gb", "seq": 8192, "global_batch": 32}
 
 
+@long_form
 def test_less_memory_is_no_slower() -> None:
     words = {**JOB, "precision": "fp8-tensorwise"}
     usual = mm.tune(**words)

@@ -57,7 +57,7 @@ def test_who_is_done_first_changes_nothing() -> None:
     assert all(of_ways((2, 1, 0), workers, top=4) == alone for workers in (2, 5))
 
 
-@pytest.mark.parametrize("seed", one_of(3, range(100, 108)))
+@pytest.mark.parametrize("seed", one_of(5, range(100, 108)))
 def test_fewer_plans_are_the_first_of_more(seed: int) -> None:
     """On one replica ZeRO levels are alike, and where nothing is exposed other choices are."""
     job, space = random_job(seed)
