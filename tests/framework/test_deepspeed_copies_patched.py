@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from short_form import long_form, some_of
+from short_form import long_form
 
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -21,7 +21,6 @@ CASES = {
     ),
     "gradients": with_patches(replace(Z3, copies=2, **FULL), gradient_fraction=0.5, activations=ACTIVATIONS),
 }
-CASES = some_of(2, CASES)
 SETS["copies"] = (4, CASES)
 
 
