@@ -138,7 +138,8 @@ CASES = {
         ("optimizer_fraction", "weight_fraction", "layer_activations"),
     ),
 }
-CASES = some_of(2, CASES)
+BY_LAYER = CASES["zero 2, by layer"].plan
+CASES = some_of(3, CASES)
 PLAIN = {name: PLAIN[name] for name in dict.fromkeys(case.like for case in CASES.values())}
 
 
@@ -334,8 +335,7 @@ def test_plain_runs_keep_what_is_predicted(trained: dict[str, list[dict]]) -> No
 
 def test_written_start_script_applies_the_patches(tmp_path: Path) -> None:
     """train.sh as it is written, with the convention of scripts that read ds_config.json."""
-    name = "zero 2, by layer"
-    folder = emitted(tmp_path / "run", CASES[name].plan)
+    folder = emitted(tmp_path / "run", BY_LAYER)
     words = {"TRAIN_SCRIPT": str(SCRIPT), "TRAINER": "megatron-deepspeed", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         ["bash", str(folder / "train.sh"), "--once"],

@@ -91,7 +91,7 @@ PLAIN = st.recursive(
 PROFILE = datasheet_profile(CATALOGUE["a40-48gb"])
 
 
-@settings(max_examples=400 if every_case() else 150, deadline=None)
+@settings(max_examples=400 if every_case() else 75, deadline=None)
 @given(st.dictionaries(TEXTS, PLAIN, min_size=1, max_size=4), st.sampled_from([110, 240]))
 @example({"content_hash": "3449e69426907872"}, 110)
 @example({"name": "1e3", "0189": ["0189", "1e3"]}, 110)

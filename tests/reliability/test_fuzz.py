@@ -15,7 +15,7 @@ from readers import READERS, Reader
 from mist_megatron.errors import InputError
 
 INPUTS = 2000
-FEWER = {"plan": 500, "profile": 1000, "script": 1000}
+FEWER = {"plan": 300, "profile": 500, "script": 1000, "deepspeed": 1000}
 """Of readers that take long for one: so many take as long as all of most others."""
 
 
