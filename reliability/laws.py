@@ -318,8 +318,8 @@ def job_on_drawn_links(seed: int) -> dict[str, Any]:
 Given = list[tuple[SearchProblem, queue.Pair]]
 WATCHED: dict[str, Callable[[Any, Any], Any]] = {
     "_of_shapes": lambda told, items: told,
-    "_of_kinds": lambda told, items: told,
-    "_of_groups": lambda told, items: told,
+    "_of_kinds": lambda told, items: told.fit,
+    "_of_groups": lambda told, items: told.fit,
     "with_room": lambda told, items: told[0],
     "mixture_bounds": zip,
 }

@@ -51,6 +51,11 @@ def _with_nothing(
     them each slot is."""
     axes = {name: np.zeros((1,) * len(AXES)) for name in AXES}
     grid, places = slots_grid(question, shapes[0], alike, axes, position, least_recompute(question.space))
+    return replace(across(grid, shapes), in_flight=np.ones(1)), places
+
+
+def across(grid: StageGrid, shapes: Sequence[EqualPipeline]) -> StageGrid:
+    """The same stages of many shapes, along the last axes: levels and sub-groups of replicas, then shapes."""
     choices = [list(product(shape.zero, shape.instances)) for shape in shapes]
     most = max(map(len, choices))
     padded = [[each[min(k, len(each) - 1)] for k in range(most)] for each in choices]
@@ -59,12 +64,11 @@ def _with_nothing(
     def column(name: str) -> Array:
         return np.array([getattr(shape, name) for shape in shapes], dtype=np.float64)
 
-    grid = replace(
+    return replace(
         grid,
         nodes=column("nodes"),
         gpus_per_node=column("gpus_per_node"),
         stages=column("stages"),
-        in_flight=np.ones(1),
         micro_batch=column("micro_batch"),
         dp=column("dp"),
         tp=column("tp"),
@@ -74,7 +78,6 @@ def _with_nothing(
         ep=column("ep"),
         etp=column("etp"),
     )
-    return grid, places
 
 
 class _Beyond(NamedTuple):

@@ -35,6 +35,7 @@ from mist_megatron.search.borders import crossings_s
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at
 from mist_megatron.search.kind_bounds import least_slopes, once_of, others_of, sum_of_layers
+from mist_megatron.search.kind_room import ckpt_axes
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, path_s, steady_s
 from mist_megatron.search.slots import Slot, groups_of, slots_grid, slots_of
@@ -214,11 +215,7 @@ class _Priced:
 def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute, tally: Tally) -> _Priced:
     """Every slot in every configuration."""
     layers = question.evaluator.job.model.layers
-    choices = Choices(space=question.space, shape=shape, step=question.step)
-    # Every stage has to have as many layers as are recomputed, which are all of them on equal stages only.
-    counts = choices.counts(layers // shape.stages, recompute=recompute)
-    whole = question.space.ckpt != "any" and layers % shape.stages
-    axes = choices.axes(counts[counts == 0.0] if whole else counts)
+    axes = ckpt_axes(question, shape, recompute)
     starts = tuple(slots_of(question, shape, position) for position in range(shape.stages))
     held: dict[StageRole, _Held] = {}
     for role in dict.fromkeys(role_of(position, shape.stages) for position in range(shape.stages)):

@@ -12,6 +12,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from mist_megatron.search.bounds import (
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
 from mist_megatron.search.kind_bounds import least_steps_s
+from mist_megatron.search.kind_room import may_fit
 from mist_megatron.search.known import Item, Known, KnownBounds, floors
 from mist_megatron.search.layer_floors import LayerFloors
 from mist_megatron.search.leaders import Led
@@ -37,12 +39,31 @@ from mist_megatron.spec.recompute import PARTIAL
 
 Bound = EqualBound | MixedBound
 Pair = tuple[Bound, Item]
-Bounded = Callable[[Sequence[Item]], Sequence[Pair]]
-"""Items that may fit, with their bounds."""
 Raised = Callable[[Sequence[Item]], Sequence[float]]
 """Seconds that no plan of each beats."""
-Hand = Callable[[Sequence[tuple[float, Item]]], None]
+Floored = tuple[float, Item]
+Hand = Callable[[Sequence[Floored]], None]
 """What does not fit in a way, and seconds that no plan of it beats."""
+
+
+class Seen(NamedTuple):
+    """Items that were looked at."""
+
+    fit: Sequence[Pair]
+    """Those that may fit, with their bounds."""
+    short: Sequence[Floored] = ()
+    """Those of which something does not fit, and seconds that no plan of that beats."""
+
+
+Bounded = Callable[[Sequence[Item]], Seen]
+
+
+class Look(NamedTuple):
+    """How a queue looks at items, and who takes what does not fit, if anybody does."""
+
+    bounded: Bounded
+    hand: Hand | None = None
+
 
 AT_ONCE, WIDER = 1.05, 2.0
 """Items whose floors are so near the least are looked at in one batch, and further on each time that was not
@@ -68,10 +89,11 @@ class ShapeBounds:
         self._question, self.known = question, known or KnownBounds()
         self._of: dict[Item, Pair] = {}
 
-    def __call__(self, items: Sequence[Item]) -> list[Pair]:
+    def __call__(self, items: Sequence[Item]) -> Seen:
         """Of those that may fit."""
         fit = possible_of(self._question, [item for item in items if isinstance(item, EqualPipeline)])
-        return self._pairs(fit)
+        fitting = set(fit)
+        return Seen(self._pairs(fit), [(0.0, item) for item in items if item not in fitting])
 
     def told(self, items: Sequence[Item], most_s: float) -> list[float]:
         """Seconds that no plan of each beats, whether it fits or not. Where other ways tell more than
@@ -100,11 +122,10 @@ class Queue:
         self,
         items: Sequence[Item],
         least_s: Sequence[float],
-        bounded: Bounded,
-        hand: Hand | None = None,
+        look: Look,
         raised: Raised | None = None,
     ) -> None:
-        self._bounded, self._hand, self._raised = bounded, hand, raised
+        self._bounded, self._hand, self._raised = look.bounded, look.hand, raised
         """`raised`: what is asked for better floors before anything is looked at."""
         self._floors = dict(zip(items, least_s, strict=True))
         self._place = {item: index for index, item in enumerate(items)}
@@ -113,7 +134,7 @@ class Queue:
         self._sort()
         self._ready: list[tuple[float, int, Pair]] = []
         self.given = 0
-        if hand is None:
+        if look.hand is None:
             # Else what does not fit is handed on, which a search is not ready for before it has all queues.
             self._look(0.0)
 
@@ -147,19 +168,23 @@ class Queue:
             self._raise_of(batch, shapes.told(batch, wanted_s))
             batch = [item for item in batch if self._floors[item] < wanted_s]
             self._sort()
-        pairs = self._bounded(batch) if batch else []
-        for bound, item in pairs:
+        seen = self._bounded(batch) if batch else Seen(())
+        known_s = {item: self._floors[item] for item in batch}
+        for bound, item in seen.fit:
             if shapes is not None and bound.value_s > FAR * self._floors[item]:
                 shapes.known.far = True
-            self._floors[item] = max(self._floors[item], bound.value_s)
-            entry = bound.value_s, self._place[item], (bound, item)
+            value_s = self._floors[item] = max(self._floors[item], bound.value_s)
+            entry = value_s, self._place[item], (replace(bound, value_s=value_s), item)
             insort(self._ready, entry, lo=self.given, key=lambda entry: entry[:2])
-        if self._hand is not None:
-            fit = {item for _, item in pairs}
-            self._hand([(self._floors[item], item) for item in batch if item not in fit])
+        self._hand_on(seen.short, known_s)
         # Not before: what ends the search in between leaves them open.
         looked_at = set(batch)
         self._open = [item for item in self._open if item not in looked_at]
+
+    def _hand_on(self, short: Sequence[Floored], known_s: Mapping[Item, float]) -> None:
+        """What of an item is short of memory takes no less than what was known of all of it."""
+        if self._hand is not None:
+            self._hand([(max(each_s, known_s[item]), item) for each_s, item in short])
 
     def at(self, position: int, limit_s: float = float("inf"), most_s: float = float("inf")) -> Pair | None:
         """The item at a place of the order; None where it, or what might be there, is not below the limit.
@@ -231,8 +256,8 @@ class HandedQueue(Queue):
 
     patience, sure = PATIENCE, SURE
 
-    def __init__(self, bounded: Bounded) -> None:
-        super().__init__([], [], bounded)
+    def __init__(self, look: Look) -> None:
+        super().__init__([], [], look)
 
     def add(self, items: Iterable[tuple[float, Item]]) -> None:
         """Items, and seconds that no plan of each beats."""
@@ -250,16 +275,14 @@ class SpreadQueue(Queue):
 
     near, at_once, wider, sure = 1.1, 1.1, 1.0, SURE
 
-    def __init__(
-        self, shapes: Callable[[], SpreadShapes], bounded: Bounded, count: int, led: Led | None
-    ) -> None:
+    def __init__(self, shapes: Callable[[], SpreadShapes], look: Look, count: int, led: Led | None) -> None:
         self._made, self._count = shapes, count
         self._least_s = led.computed_s if led is not None else 0.0 if count else math.inf
         self._led = led
         """None when all that it tells was asked for."""
         self._shapes: SpreadShapes | None = None
         """None until something below that least may be wanted."""
-        super().__init__([], [], bounded)
+        super().__init__([], [], look)
 
     def __len__(self) -> int:
         return self._count if self._shapes is None else len(self._shapes) + len(self._ready)
@@ -279,12 +302,13 @@ class SpreadQueue(Queue):
             self._shapes = self._made()
             limit_s = min([limit_s, *(s * self.sure for s in self._shapes.left_s[:1])])
         batch = self._shapes.below(limit_s)
-        least_s = {shape: floor_s for floor_s, shape in batch}
-        for bound, item in self._bounded([shape for _, shape in batch]):
-            assert isinstance(item, EqualPipeline)
+        least_s: dict[Item, float] = {shape: floor_s for floor_s, shape in batch}
+        seen = self._bounded([shape for _, shape in batch])
+        for bound, item in seen.fit:
             pair = replace(bound, value_s=max(bound.value_s, least_s[item])), item
             entry = pair[0].value_s, len(self._ready), pair
             insort(self._ready, entry, lo=self.given, key=lambda entry: entry[:2])
+        self._hand_on(seen.short, least_s)
         self._shapes.take(limit_s)
 
     def left_s(self) -> list[float]:
@@ -324,84 +348,83 @@ Bounds = dict[EqualPipeline, EqualBound]
 """Of shapes whose layers run nothing again: ways that differ in what they do run again share them."""
 
 
-def _of_alike(
-    question: SearchProblem, bounds: Bounds, hand: Hand | None, items: Sequence[Item]
-) -> list[Pair]:
-    """Of models with experts, with what must be recomputed where stages are alike."""
+def _of_alike(question: SearchProblem, bounds: Bounds, handed: bool, items: Sequence[Item]) -> Seen:
+    """Of models with experts, with what must be recomputed where stages are alike. `handed`: whether anything
+    comes after these."""
     if question.space.per_stage:
         return ShapeBounds(question)(items)
     shapes = [item for item in items if isinstance(item, EqualPipeline)]
     added_s = rooms(question, shapes)
     if least_recompute(question.space) in PARTIAL:
         bounds = {}  # of what they run again
-    if hand is None:
-        # Nothing comes after these.
+    if not handed:
         shapes = [shape for shape in shapes if np.isfinite(added_s[shape]).any()]
     new = [shape for shape in shapes if shape not in bounds]
     bounds.update(zip(new, shape_bounds(question, new), strict=True))
-    pairs, short = with_room(question, [(bounds[shape], shape) for shape in shapes], added_s)
-    if hand is not None:
-        hand(short)
-    return list(pairs)
+    return Seen(*with_room(question, [(bounds[shape], shape) for shape in shapes], added_s))
 
 
-def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
-    """Shapes of a model whose layers differ: whether they fit is seen when they are solved."""
+def _of_kinds(question: SearchProblem, handed: bool, items: Sequence[Item]) -> Seen:
+    """Shapes of a model whose layers differ. Which of them do not fit as they are is told at once; of others
+    it is seen when they are solved."""
     nothing = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
-    equal = [item for item in items if isinstance(item, EqualPipeline)]
-    return [
-        (EqualBound(least_s, 0.0, 0.0, (nothing, nothing, nothing)), item)
-        for least_s, item in zip(least_steps_s(question, equal), equal, strict=True)
-    ]
+    shapes = [item for item in items if isinstance(item, EqualPipeline)]
+    fit = dict(zip(shapes, may_fit(question, shapes).tolist(), strict=True))
+    wanted = shapes if handed else [shape for shape in shapes if fit[shape]]
+    bounds = list(zip(least_steps_s(question, wanted), wanted, strict=True))
+    return Seen(
+        [(EqualBound(s, 0.0, 0.0, (nothing, nothing, nothing)), one) for s, one in bounds if fit[one]],
+        [(s, one) for s, one in bounds if not fit[one]],
+    )
 
 
-def _of_groups(question: SearchProblem, items: Sequence[Item]) -> list[Pair]:
+def _of_groups(question: SearchProblem, items: Sequence[Item]) -> Seen:
     """Shapes on nodes of several kinds."""
     shapes = [item for item in items if isinstance(item, EqualPipeline)]
     fit = node_groups.possible_of(question, shapes)
-    return list(zip(node_groups.bounds_of(question, fit), fit, strict=True))
+    return Seen(list(zip(node_groups.bounds_of(question, fit), fit, strict=True)))
 
 
 def ordered_spread(
     question: SearchProblem,
     families: Sequence[Family],
     keeps: Callable[[EqualPipeline], bool],
-    bounded: Bounded | None = None,
+    look: Look | None = None,
     rivals: Sequence[Rival] = (),
     led: Led | None = None,
 ) -> Order:
     """The same of models with experts, spread in every way; a leader says what no plan takes less than, and
     keeps floors."""
     floors_s = None if led is None else led.floors
-    bounded = bounded or bounded_of(question)
+    look = look or look_of(question)
     shapes = partial(SpreadShapes, question, families, keeps, rivals, floors_s)
     count = sum(len(spreads) for _, spreads in families)
-    return Order(SpreadQueue(shapes, bounded, count, led), Queue([], [], bounded))
+    return Order(SpreadQueue(shapes, look, count, led), Queue([], [], Look(no_items)))
 
 
-def of_possible(least: SearchProblem | None, bounded: Bounded) -> Bounded:
+def of_possible(least: SearchProblem | None, look: Look) -> Look:
     """Of shapes that may fit in the way of execution that holds least, where that is asked for."""
     if least is None or len(least.evaluator.job.model.kinds) > 1:
-        return bounded
-    return partial(_of_possible, least, bounded)
+        return look
+    return look._replace(bounded=partial(_of_possible, least, look.bounded))
 
 
-def _of_possible(least: SearchProblem, bounded: Bounded, items: Sequence[Item]) -> Sequence[Pair]:
+def _of_possible(least: SearchProblem, bounded: Bounded, items: Sequence[Item]) -> Seen:
     return bounded(possible_of(least, [item for item in items if isinstance(item, EqualPipeline)]))
 
 
-def no_items(items: Sequence[Item]) -> list[Pair]:
+def no_items(items: Sequence[Item]) -> Seen:
     """Bounds of nothing."""
-    return []
+    return Seen(())
 
 
-def bounded_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand | None = None) -> Bounded:
-    """Bounds of shapes; of models with experts `hand` takes what does not fit with nothing run again."""
+def look_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand | None = None) -> Look:
+    """At shapes; of models with experts `hand` takes what does not fit with nothing run again."""
     if len(question.evaluator.job.model.kinds) > 1:
-        return partial(_of_kinds, question)
+        return Look(partial(_of_kinds, question, hand is not None), hand)
     if question.evaluator.job.model.routed is None:
-        return ShapeBounds(question)
-    return partial(_of_alike, question, {} if bounds is None else bounds, hand)
+        return Look(ShapeBounds(question))
+    return Look(partial(_of_alike, question, {} if bounds is None else bounds, hand is not None), hand)
 
 
 def ordered(
@@ -414,25 +437,26 @@ def ordered(
 ) -> Order:
     """All of these that may fit; `hand` takes shapes that do not."""
     if question.evaluator.groups:
-        bounded = partial(_of_groups, question)
-        return Order(Queue(pipelines, [0.0] * len(pipelines), bounded), Queue([], [], bounded))
+        look = Look(partial(_of_groups, question))
+        return Order(Queue(pipelines, [0.0] * len(pipelines), look), Queue([], [], Look(no_items)))
     if len(question.evaluator.job.model.kinds) > 1:
-        bounded = partial(_of_kinds, question)
-        return Order(Queue(pipelines, [0.0] * len(pipelines), bounded), Queue([], [], bounded))
+        look = look_of(question, hand=hand)
+        return Order(Queue(pipelines, [0.0] * len(pipelines), look), Queue([], [], Look(no_items)))
 
-    def of_mixtures(items: Sequence[Item]) -> list[Pair]:
+    def of_mixtures(items: Sequence[Item]) -> Seen:
         fit = [item for item in items if isinstance(item, MixedFamily)]
-        return list(zip(mixture_bounds(question, fit), fit, strict=True))
+        return Seen(list(zip(mixture_bounds(question, fit), fit, strict=True)))
 
     least_s, of_layers = floors(question, pipelines, known), partial(_of_layers, question, layers)
     at_once = not all(least_s)
     if at_once:
         # Ways after this one know of these.
         least_s = list(map(max, least_s, of_layers(pipelines)))
-    equal = Queue(pipelines, least_s, ShapeBounds(question, known), hand, None if at_once else of_layers)
+    look = Look(ShapeBounds(question, known), hand)
+    equal = Queue(pipelines, least_s, look, None if at_once else of_layers)
     if not len(equal):
         mixed = possible_mixtures(question, mixed)
-    return Order(equal, Queue(mixed, floors(question, mixed, known), of_mixtures))
+    return Order(equal, Queue(mixed, floors(question, mixed, known), Look(of_mixtures)))
 
 
 def _of_layers(question: SearchProblem, layers: LayerFloors, items: Sequence[Item]) -> list[float]:

@@ -27,14 +27,14 @@ from mist_megatron.search.pipelines import (
     explain_no_pipeline,
 )
 from mist_megatron.search.queue import (
-    Bounded,
     Bounds,
     Hand,
     HandedQueue,
+    Look,
     Order,
     Pair,
     Queue,
-    bounded_of,
+    look_of,
     no_items,
     of_possible,
     ordered,
@@ -255,9 +255,9 @@ class _Run:
             if leaders is not None:
                 spread = leaders.kept(place, made.spread(place, leaders.families(place)))
                 least = None if way.least is None else self._asked([way.least])[0][1]
-                bounded = of_possible(least, self._bounded(place))
+                look = of_possible(least, self._look(place))
                 led = leaders.told(place) if spread else None
-                orders.append(ordered_spread(question, spread, way.keeps, bounded, rivals_of(way, ways), led))
+                orders.append(ordered_spread(question, spread, way.keeps, look, rivals_of(way, ways), led))
                 items += len(spread)
                 continue
             equal, mixed = made.equal(place), made.mixed(place)
@@ -271,11 +271,11 @@ class _Run:
         self.orders = Orders(orders, dives=any(kind.experts is not None for kind in job.model.kinds))
         return self.orders
 
-    def _bounded(self, way: int) -> Bounded:
-        """Bounds of shapes in a way; what is run again changes none of those that begin with nothing."""
+    def _look(self, way: int) -> Look:
+        """At shapes in a way; what is run again changes none of those that begin with nothing."""
         question = self.questions[way]
         alike = varied(question.evaluator.job.execution, recompute_modules=None)
-        return bounded_of(question, self._bounds.setdefault(alike, {}), self._hand_from(way))
+        return look_of(question, self._bounds.setdefault(alike, {}), self._hand_from(way))
 
     def _hand_from(self, way: int) -> Hand | None:
         """What does with shapes that do not fit in a way, where others come after it."""
@@ -304,8 +304,8 @@ class _Run:
         self.shared.append(question)
         self.questions.append(replace(question, tick=self.tick))
         self.proved.append({})
-        queue = HandedQueue(self._bounded(place))
-        self.orders.append(Order(queue, Queue([], [], no_items)))
+        queue = HandedQueue(self._look(place))
+        self.orders.append(Order(queue, Queue([], [], Look(no_items))))
         return way, queue
 
     def _settle(self, due: tuple[int, Pair], answer: Solved) -> None:

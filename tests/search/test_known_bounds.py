@@ -23,7 +23,7 @@ from mist_megatron.search.known import Known, KnownBounds, floors, reduces_besid
 from mist_megatron.search.mixed import mixture_bounds
 from mist_megatron.search.orders import Orders
 from mist_megatron.search.pipelines import EqualPipeline, shapes
-from mist_megatron.search.queue import Order, Queue
+from mist_megatron.search.queue import Look, Order, Queue, Seen
 from mist_megatron.search.search import NoneFaster, Settings, search
 from mist_megatron.search.solution import plan_of
 from mist_megatron.search.space import Limits, Space, apply_limits, cut_to_target, space_named
@@ -252,12 +252,12 @@ def test_the_order_is_that_of_bounds_however_little_is_known():
 
         def bounded(items, looked=looked):
             looked += items
-            return [(bounds[item], item) for item in items]
+            return Seen([(bounds[item], item) for item in items])
 
         least = [
             bounds[item].value_s * float(rng.choice([0.0, rng.uniform(0.3, 1.0), 1.0])) for item in found
         ]
-        order = Orders([Order(Queue(found, least, bounded))])
+        order = Orders([Order(Queue(found, least, Look(bounded)))])
         limit_s = bounds[wanted[len(wanted) // 3]].value_s
         given = []
         while (due := order.next(limit_s)) is not None:
