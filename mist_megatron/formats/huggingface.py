@@ -17,7 +17,13 @@ from mist_megatron.formats.block_configs import nemotron_nas
 from mist_megatron.formats.huggingface_config import Config, even, gated_model
 from mist_megatron.formats.huggingface_constants import constants_from_huggingface, window_from_huggingface
 from mist_megatron.formats.huggingface_experts import EXPERT_READERS
-from mist_megatron.formats.huggingface_groups import GROUP_READERS, HEADS, text_alone, text_values
+from mist_megatron.formats.huggingface_groups import (
+    GROUP_READERS,
+    HEADS,
+    TEXT_ALONE,
+    text_alone,
+    text_values,
+)
 from mist_megatron.formats.huggingface_hybrids import HYBRID_READERS
 from mist_megatron.spec import check
 from mist_megatron.spec.model import ModelSpec
@@ -41,6 +47,39 @@ def _qwen2(config: Config, name: str) -> ModelSpec:
 
 def _phi3(config: Config, name: str) -> ModelSpec:
     return gated_model(config, name)
+
+
+def _seed_oss(config: Config, name: str) -> ModelSpec:
+    config.demand("attention_out_bias", False, "a bias on the output projection is not modelled")
+    config.demand("mlp_bias", False, "biases on the MLP alone are not modelled")
+    return gated_model(
+        config,
+        name,
+        kv_heads=8,
+        head_dim=config.integer("head_dim", default=128, null=0),
+        qkv_bias=config.flag("attention_bias", True),
+    )
+
+
+def _ernie(config: Config, name: str) -> ModelSpec:
+    return gated_model(
+        config,
+        name,
+        kv_heads=2,
+        head_dim=config.integer("head_dim", default=128, null=0),
+        linear_bias=config.flag("use_bias", False),
+        tied_embeddings=config.flag("tie_word_embeddings", True),
+    )
+
+
+def _arcee(config: Config, name: str) -> ModelSpec:
+    """LLaMA's layers with an MLP of two products and squared ReLU."""
+    return replace(_llama(config, name), gated_mlp=False, activation=config.activation("hidden_act", "relu2"))
+
+
+def _nemotron(config: Config, name: str) -> ModelSpec:
+    """Nemotron-3 8B to Nemotron-4 340B: norms with biases, whose weights are told less one."""
+    return replace(_arcee(config, name), norm="layernorm", norm_bias=True)
 
 
 def _gemma(config: Config, name: str) -> ModelSpec:
@@ -198,6 +237,10 @@ _READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     "gemma": _gemma,
     "phi3": _phi3,
     "starcoder2": _starcoder2,
+    "seed_oss": _seed_oss,
+    "ernie4_5": _ernie,
+    "arcee": _arcee,
+    "nemotron": _nemotron,
     "nemotron-nas": nemotron_nas,
     **EXPERT_READERS,
     **HYBRID_READERS,
@@ -229,7 +272,8 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         shown = kind if isinstance(kind, str) else values.get("architectures")
         reason = f": {_REASONS[kind]}" if isinstance(kind, str) and kind in _REASONS else ""
         raise InputError(
-            f"{where}: architecture {shown!r} is not supported{reason}; supported: {', '.join(_READERS)}"
+            f"{where}: architecture {shown!r} is not supported{reason}; supported: "
+            f"{', '.join((*_READERS, *TEXT_ALONE))}"
         )
     values = text_values(values)
     config = Config(values, where)
@@ -252,14 +296,18 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
     return model if kind in GROUP_READERS else replace(model, window=window_from_huggingface(values, where))
 
 
-_STORED: Mapping[str, str] = {"deepseek_v3": "fp8", "kimi_k2": "fp8", "gpt_oss": "mxfp4"}
+_STORED: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": ("fp8",),
+    "kimi_k2": ("fp8", "compressed-tensors"),
+    "gpt_oss": ("mxfp4",),
+}
 """Architectures whose checkpoints are published in fewer bits: the shape is the same, and what is trained are
 weights that were made wide again first."""
 
 
 def _refuse_quantized(config: Config, kind: str) -> None:
     said = config.values.get("quantization_config")
-    if isinstance(said, Mapping) and said.get("quant_method") == _STORED.get(kind, ""):
+    if isinstance(said, Mapping) and said.get("quant_method") in _STORED.get(kind, ()):
         return
     config.refuse(
         "quantization_config", "quantized weights are not modelled; give the config of the full model"

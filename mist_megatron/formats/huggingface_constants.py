@@ -43,6 +43,22 @@ _KEYS: Mapping[str, _Keys] = MappingProxyType(
         "gpt_oss": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 150_000)),
         "llama4_text": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 500_000)),
         "glm4_moe": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_share=("partial_rotary_factor", 0.5)),
+        "glm4_moe_lite": _Keys(norm_epsilon=("rms_norm_eps", 1e-5)),
+        "solar_open": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 1_000_000)),
+        "ernie4_5": _Keys(norm_epsilon=("rms_norm_eps", 1e-5), rotary_base=("rope_theta", 500_000)),
+        "arcee": _Keys(norm_epsilon=("rms_norm_eps", 1e-5)),
+        "nemotron": _Keys(
+            norm_epsilon=("norm_eps", 1e-5),
+            init_std=("initializer_range", 0.0134),
+            rotary_share=("partial_rotary_factor", 0.5),
+        ),
+        "seed_oss": _Keys(
+            hidden_dropout=("residual_dropout", 0.1), attention_dropout=("attention_dropout", 0.1)
+        ),
+        **dict.fromkeys(
+            ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+            _Keys(rotary_share=("partial_rotary_factor", 0.25)),
+        ),
         "phi3": _Keys(
             norm_epsilon=("rms_norm_eps", 1e-5),
             hidden_dropout=("resid_pdrop", 0.0),

@@ -388,7 +388,15 @@ HEADS: Mapping[str, str] = {
 """What these are trained as; all others are causal language models."""
 
 
-TEXT_ALONE: Mapping[str, str] = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+TEXT_ALONE: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "kimi_k25": "kimi_k2",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Models that see images, of which the text model alone is modelled, and what that is."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mist_megatron.errors import InputError
 from mist_megatron.formats.huggingface_config import Config, gated_model
-from mist_megatron.spec.experts import ExpertSpec
+from mist_megatron.spec.experts import ExpertSpec, Router
 from mist_megatron.spec.hybrid_presets import hybrid_model, qwen_next_groups
 from mist_megatron.spec.model import ModelSpec
 from mist_megatron.spec.recurrent import CONV_WIDTH, DeltaNet, Mamba
@@ -102,38 +102,55 @@ def _nemotron_experts(config: Config) -> ExpertSpec:
 
 
 def _qwen3_next(config: Config, name: str) -> ModelSpec:
-    config.demand("attention_bias", False, "biases on the attention alone are not modelled")
     config.refuse("mlp_only_layers", "layers without experts at single places are not modelled")
     if config.integer("decoder_sparse_step", default=1) != 1:
         raise InputError(f"{config.where}: decoder_sparse_step is not 1, which is not modelled here")
+    normed = config.flag("norm_topk_prob", True)
+    experts = _qwen_experts(config, 512, 10, "softmax" if normed else "softmax_before_top_k")
+    return _with_delta_nets(config, name, kv_heads=2, experts=experts)
+
+
+def _qwen3_5_moe(config: Config, name: str) -> ModelSpec:
+    """Without a width of dense layers, which it has none of."""
+    experts = _qwen_experts(config, 256, 8, "softmax")
+    whole = Config({"intermediate_size": experts.ffn_hidden, **config.values}, config.where)
+    return _with_delta_nets(whole, name, kv_heads=2, experts=experts)
+
+
+def _qwen3_5(config: Config, name: str) -> ModelSpec:
+    return _with_delta_nets(config, name, kv_heads=4)
+
+
+def _qwen_experts(config: Config, count: int, top_k: int, router: Router) -> ExpertSpec:
+    share = config.number("router_aux_loss_coef", 0.001)
+    return ExpertSpec(
+        count=config.integer("num_experts", default=count),
+        top_k=config.integer("num_experts_per_tok", default=top_k),
+        ffn_hidden=config.integer("moe_intermediate_size", default=512),
+        shared_ffn_hidden=config.integer("shared_expert_intermediate_size", default=512),
+        shared_gate=True,
+        router=router,
+        balance="aux_loss" if share else "none",
+        balance_loss=share,
+    )
+
+
+def _with_delta_nets(config: Config, name: str, **kind: Any) -> ModelSpec:
+    """Attention in each n-th layer; a depth of prediction is as the last layer, one that attends."""
+    config.demand("attention_bias", False, "biases on the attention alone are not modelled")
     if config.integer("linear_conv_kernel_dim", default=CONV_WIDTH) != CONV_WIDTH:
         raise InputError(
             f"{config.where}: linear_conv_kernel_dim is not {CONV_WIDTH}, which alone is modelled"
         )
-    share = config.number("router_aux_loss_coef", 0.001)
-    normed = config.flag("norm_topk_prob", True)
-    kind: dict[str, Any] = {
-        "qk_norm": True,
-        "kv_heads": 2,
-        "head_dim": config.integer("head_dim", default=256),
-        "experts": ExpertSpec(
-            count=config.integer("num_experts", default=512),
-            top_k=config.integer("num_experts_per_tok", default=10),
-            ffn_hidden=config.integer("moe_intermediate_size", default=512),
-            shared_ffn_hidden=config.integer("shared_expert_intermediate_size", default=512),
-            shared_gate=True,
-            router="softmax" if normed else "softmax_before_top_k",
-            balance="aux_loss" if share else "none",
-            balance_loss=share,
-        ),
-    }
     net = DeltaNet(
         key_heads=config.integer("linear_num_key_heads", default=16),
         value_heads=config.integer("linear_num_value_heads", default=32),
         key_dim=config.integer("linear_key_head_dim", default=128),
         value_dim=config.integer("linear_value_head_dim", default=128),
     )
-    model = gated_model(config, name, **kind)
+    head_dim = config.integer("head_dim", default=256)
+    depths = config.integer("mtp_num_hidden_layers", default=0)
+    model = gated_model(config, name, qk_norm=True, head_dim=head_dim, mtp_layers=depths, **kind)
     return qwen_next_groups(model, net, _full_attention_every(config, model.layers))
 
 
@@ -157,6 +174,11 @@ def _full_attention_every(config: Config, layers: int) -> int:
 
 
 HYBRID_READERS: Mapping[str, Callable[[Config, str], ModelSpec]] = MappingProxyType(
-    {"nemotron_h": _nemotron_h, "qwen3_next": _qwen3_next}
+    {
+        "nemotron_h": _nemotron_h,
+        "qwen3_next": _qwen3_next,
+        "qwen3_5_text": _qwen3_5,
+        "qwen3_5_moe_text": _qwen3_5_moe,
+    }
 )
 """By `model_type`."""

@@ -48,8 +48,36 @@ NEMOTRON = {"model_type": "nemotron_h", "hidden_size": 64, "intermediate_size": 
 QWEN3_NEXT = {**LLAMA, **EXPERTS, **GROUPED, "model_type": "qwen3_next", "head_dim": 16,
               "num_hidden_layers": 8, "shared_expert_intermediate_size": 40, "linear_num_key_heads": 2,
               "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12}  # fmt: skip
+QWEN35_MOE = {**QWEN3_NEXT, "model_type": "qwen3_5_moe_text"}
+DOTS = {**LLAMA, **GROUPED, "model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "n_shared_experts": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}  # fmt: skip
+SOLAR = {**GLM4, "model_type": "solar_open"}
+SEED, ERNIE = {**LLAMA, "model_type": "seed_oss"}, {**LLAMA, **GROUPED, "model_type": "ernie4_5"}
+ARCEE, NEMOTRON4 = {**LLAMA, **GROUPED, "model_type": "arcee"}, {**LLAMA, "model_type": "nemotron"}
 
 EXACT = {
+    "qwen3_5": {**QWEN3_NEXT, "model_type": "qwen3_5_text"},
+    "qwen3_5_moe": QWEN35_MOE,
+    "qwen3_5_moe, experts and nets by default, each second attends": {
+        **LLAMA, "model_type": "qwen3_5_moe_text", "full_attention_interval": 2
+    },
+    "dots1": DOTS,
+    "dots1, dense first": {**DOTS, "first_k_dense_replace": 1, "head_dim": 12},
+    "solar_open": SOLAR,
+    "solar_open, experts by default": {**LLAMA, **GROUPED, "model_type": "solar_open"},
+    "glm4_moe_lite": {**LLAMA, **LATENT, "model_type": "glm4_moe_lite"},
+    "glm4_moe_lite, latents by default, two dense": {
+        **LLAMA, "model_type": "glm4_moe_lite", "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+    },
+    "seed_oss": {**SEED, "num_attention_heads": 8},
+    "seed_oss, no bias": {**SEED, **GROUPED, "attention_bias": False, "head_dim": None},
+    "ernie4_5": ERNIE,
+    "ernie4_5, biased, untied": {**ERNIE, "use_bias": True, "tie_word_embeddings": False, "head_dim": 16},
+    "arcee": ARCEE,
+    "arcee, biased": {**ARCEE, "attention_bias": True, "mlp_bias": True},
+    "nemotron": {**NEMOTRON4, "num_key_value_heads": 4},
+    "nemotron, grouped": {**NEMOTRON4, **GROUPED, "head_dim": 16},
     "nemotron_h": {**NEMOTRON, "hybrid_override_pattern": "MEM*EM-E"},
     "nemotron_h, a list, latent experts": {
         **NEMOTRON, "moe_latent_size": 20,
@@ -181,6 +209,16 @@ REFUSED = {
     "qwen3_next, no turns": (
         {**QWEN3_NEXT, "layer_types": ["full_attention"] + 7 * ["linear_attention"]}, "turns of one length"
     ),
+    "dots1, weights of experts not normed": ({**DOTS, "norm_topk_prob": False}, "norm_topk_prob"),
+    "deepseek_v3, the same": ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob"),
+    "dots1, windows": ({**DOTS, "max_window_layers": 1}, "windows on some layers"),
+    "glm4_moe_lite, dense in between": (
+        {**LLAMA, **LATENT, "model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "dense"]},
+        "mlp_layer_types is not dense layers and then",
+    ),
+    "seed_oss, output biased": ({**SEED, **GROUPED, "attention_out_bias": True}, "attention_out_bias"),
+    "seed_oss, MLP biased": ({**SEED, **GROUPED, "mlp_bias": True}, "mlp_bias"),
+    "arcee, MLP biased": ({**ARCEE, "mlp_bias": True}, "attention_bias and mlp_bias differ"),
     "qwen3_moe, dense at places": ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
     "deepseek_v3, biased": ({**DEEPSEEK_V3, "attention_bias": True}, "biases of latent attention"),
     "gemma, attention biased": (
@@ -209,7 +247,10 @@ KINDS = {kind: {**config, "num_attention_heads": 4, "num_key_value_heads": 4} fo
     ("llama", LLAMA), ("mistral", MISTRAL), ("qwen2", QWEN2), ("qwen3", QWEN3), ("gemma", GEMMA),
     ("phi3", PHI3), ("starcoder2", STARCODER2), ("falcon", FALCON), ("gpt2", GPT2), ("gpt_neox", NEOX),
     ("opt", OPT), ("mixtral", MIXTRAL), ("qwen3_moe", QWEN3_MOE), ("qwen2_moe", QWEN2_MOE),
-    ("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3), ("glm4_moe", GLM4),
+    ("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3), ("glm4_moe", GLM4), ("dots1", DOTS),
+    ("glm4_moe_lite", {**LLAMA, **LATENT, "model_type": "glm4_moe_lite"}), ("solar_open", SOLAR),
+    ("seed_oss", SEED), ("ernie4_5", ERNIE), ("arcee", ARCEE), ("nemotron", NEMOTRON4),
+    ("qwen3_next", QWEN3_NEXT), ("qwen3_5", EXACT["qwen3_5"]), ("qwen3_5_moe", QWEN35_MOE),
 )}  # fmt: skip
 SAID = {
     # What a config may say of its constants, each other than any default.
@@ -243,9 +284,10 @@ def test_constants_are_those_of_transformers(kind, said):
     assert constants.init_std == getattr(theirs, "initializer_range", getattr(theirs, "init_std", None))
     names = ("hidden_dropout", "resid_pdrop", "residual_dropout", "dropout")
     hidden = next((getattr(theirs, n) for n in names if hasattr(theirs, n)), 0.0)
-    attention = theirs.attn_pdrop if kind == "gpt2" else theirs.attention_dropout
+    attention = theirs.attn_pdrop if kind == "gpt2" else getattr(theirs, "attention_dropout", 0.0)
     assert (constants.hidden_dropout, constants.attention_dropout) == (hidden, attention)
-    assert read.window == (getattr(theirs, "sliding_window", None) or None)
+    windows = set(getattr(theirs, "layer_types", None) or {"sliding_attention"}) != {"full_attention"}
+    assert read.window == ((windows and getattr(theirs, "sliding_window", None)) or None)
     if read.rotary:
         latent = read.latent_attention
         rotated = int(read.head_dim * constants.rotary_share) if latent is None else latent.rope_head_dim
@@ -385,11 +427,24 @@ def test_layers_of_llama4_attend_as_transformers_says(change):
 
 
 def test_texts_of_models_that_see_images_are_read_by_a_name_that_says_so():
-    for kind, text in (("llama4", LLAMA4), ("gemma3", GEMMA3)):
+    packed = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    mixed = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}}
+    for kind, text in (
+        ("llama4", LLAMA4), ("gemma3", GEMMA3),
+        ("kimi_k25", {**DEEPSEEK_V3, **packed, "model_type": "kimi_k2"}),
+        ("qwen3_vl", {**QWEN3, **GROUPED, **mixed}), ("qwen3_vl_moe", {**QWEN3_MOE, **mixed, "head_dim": 16}),
+        ("qwen3_5", EXACT["qwen3_5"]), ("qwen3_5_moe", QWEN35_MOE),
+    ):  # fmt: skip
         whole = {"model_type": kind, "architectures": ["X"], "text_config": text, "vision_config": {}}
         read = model_from_huggingface({**whole, "_name_or_path": "some/model"}, "config.json")
         assert read.name == "model-text"
         assert read.parameters == model_from_huggingface(text, "config.json").parameters
+
+
+def test_a_depth_of_prediction_attends_as_each_last_layer_does():
+    read = model_from_huggingface({**QWEN35_MOE, "mtp_num_hidden_layers": 1}, "config.json")
+    (depth,) = read.mtp_kinds
+    assert depth.attention_gate and depth.experts is not None and depth.delta_net is None
 
 
 @pytest.mark.parametrize(
