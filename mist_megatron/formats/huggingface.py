@@ -247,6 +247,8 @@ _READERS: dict[str, Callable[[Config, str], ModelSpec]] = {
     **GROUP_READERS,
 }
 
+_MIXTURES = {*EXPERT_READERS, *HYBRID_READERS, "gpt_oss", "llama4_text"} - {"qwen3", "qwen3_5_text"}
+"""What may have experts."""
 _REASONS = {
     "olmo": "norms without weights are not modelled",
     "olmo2": "query-key norms are not modelled",
@@ -277,7 +279,7 @@ def model_from_huggingface(values: Mapping[str, object], where: str) -> ModelSpe
         )
     values = text_values(values)
     config = Config(values, where)
-    if kind not in {*EXPERT_READERS, *HYBRID_READERS, "gpt_oss", "llama4_text"}:
+    if kind not in _MIXTURES:
         for experts in ("num_local_experts", "num_experts", "n_routed_experts"):
             config.refuse(experts, f"no architecture {kind} has experts")
     config.refuse("add_cross_attention", "attention to an encoder is not modelled")

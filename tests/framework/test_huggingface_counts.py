@@ -45,9 +45,9 @@ NEMOTRON = {"model_type": "nemotron_h", "hidden_size": 64, "intermediate_size": 
             "mamba_head_dim": 12, "ssm_state_size": 16, "n_groups": 4, "n_routed_experts": 8,
             "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 40}  # fmt: skip
-QWEN3_NEXT = {**LLAMA, **EXPERTS, **GROUPED, "model_type": "qwen3_next", "head_dim": 16,
-              "num_hidden_layers": 8, "shared_expert_intermediate_size": 40, "linear_num_key_heads": 2,
-              "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12}  # fmt: skip
+NETS = {**LLAMA, **GROUPED, "head_dim": 16, "num_hidden_layers": 8, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12}  # fmt: skip
+QWEN3_NEXT = {**NETS, **EXPERTS, "model_type": "qwen3_next", "shared_expert_intermediate_size": 40}
 QWEN35_MOE = {**QWEN3_NEXT, "model_type": "qwen3_5_moe_text"}
 DOTS = {**LLAMA, **GROUPED, "model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 2,
         "n_shared_experts": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}  # fmt: skip
@@ -56,7 +56,7 @@ SEED, ERNIE = {**LLAMA, "model_type": "seed_oss"}, {**LLAMA, **GROUPED, "model_t
 ARCEE, NEMOTRON4 = {**LLAMA, **GROUPED, "model_type": "arcee"}, {**LLAMA, "model_type": "nemotron"}
 
 EXACT = {
-    "qwen3_5": {**QWEN3_NEXT, "model_type": "qwen3_5_text"},
+    "qwen3_5": {**NETS, "model_type": "qwen3_5_text"},
     "qwen3_5_moe": QWEN35_MOE,
     "qwen3_5_moe, experts and nets by default, each second attends": {
         **LLAMA, "model_type": "qwen3_5_moe_text", "full_attention_interval": 2
@@ -216,6 +216,7 @@ REFUSED = {
         {**LLAMA, **LATENT, "model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse", "dense"]},
         "mlp_layer_types is not dense layers and then",
     ),
+    "qwen3_5, experts": ({**QWEN3_NEXT, "model_type": "qwen3_5_text"}, "no architecture qwen3_5_text has"),
     "seed_oss, output biased": ({**SEED, **GROUPED, "attention_out_bias": True}, "attention_out_bias"),
     "seed_oss, MLP biased": ({**SEED, **GROUPED, "mlp_bias": True}, "mlp_bias"),
     "arcee, MLP biased": ({**ARCEE, "mlp_bias": True}, "attention_bias and mlp_bias differ"),
