@@ -90,16 +90,18 @@ def slowest_border_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEva
     return max(busy_border_s(plan, grids, evaluator, border) for border in borders)
 
 
-def busiest_link_s(plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator) -> float:
+def busiest_link_s(
+    plan: Plan, grids: Sequence[StageGrid], evaluator: StageEvaluator, behind_s: Sequence[float]
+) -> float:
     """What the link that carries most in a step of an interleaved schedule carries, between stages or to host
-    memory."""
+    memory. Of each stage those behind it take so long for a chunk: copies of a stage wait for none of them,
+    and its backward passes have their input when the last copies have gone."""
     carried_s = slowest_border_s(plan, grids, evaluator)
     if plan.vpp == 1 or not plan.execution.offload_modules:
         return carried_s
-    stages, passes = len(grids), plan.grad_accum * plan.vpp
-    for position, grid in enumerate(grids):
-        ahead = passes_ahead(stages - 1 - position, stages, passes, plan.vpp)
-        carried_s = max(carried_s, leaving_s(evaluator.work(grid), plan.grad_accum, ahead).item())
+    for grid, others_s in zip(grids, behind_s, strict=True):
+        sent_s = leaving_s(evaluator.work(grid), plan.grad_accum, len(grids)).item()
+        carried_s = max(carried_s, sent_s - others_s)
     return carried_s
 
 

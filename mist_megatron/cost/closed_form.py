@@ -60,6 +60,7 @@ from mist_megatron.cost.turning import (
     comes_back_s,
     copies_beside,
     recomputed_of,
+    turns_taken,
     warmed_up,
 )
 from mist_megatron.cost.work import LayerWork, StageWork, edge_grid
@@ -141,6 +142,7 @@ def _block_terms(
         add_term(stable, Term.EXPERT_TRAFFIC, mixed(place, kept.sent_s, whole.sent_s))
     add_term(stable, Term.BLOCKING_DATA_PARALLEL, mixed(place, kept.blocking_s, whole.blocking_s))
     exposed = forward.exposed(kept.forward, whole.forward) + backward.exposed(kept.backward, whole.backward)
+    exposed = exposed + turns_taken(work, forward, kept.forward)
     add_term(stable, Term.EXPOSED_TRAFFIC, exposed)
     add_term(stable, Term.PIPELINE_FILL_OF_LAYERS, _arrivals(forward, backward, kept, whole))
     first = forward.beyond((kept.first, kept.forward), (whole.first, whole.forward))

@@ -212,6 +212,8 @@ class IterationTime:
 
     passed_s: float = 0.0
     """What one chunk of every stage computes, and a step: what is left where a link is busy throughout."""
+    behind_s: tuple[float, ...] = ()
+    """What of that is of stages behind each one."""
 
     @property
     def total_s(self) -> float:
@@ -257,6 +259,7 @@ def iteration_time(
     extra_s += stages[slowest].first_s
     ramp_s = passes_s - steady_s - stages[slowest].first_s
     total_s = steady_s + ramp_s + extra_s
+    chunks_s = [ramp_s - stage.sent_s / vpp for ramp_s, stage in zip(ramps, stages, strict=True)]
     return IterationTime(
         steady_s=steady_s,
         ramp_s=ramp_s,
@@ -264,8 +267,8 @@ def iteration_time(
         bubble_fraction=max(ramp_s - stable_s, 0.0) / total_s if total_s > 0.0 else 0.0,
         slowest_stage=slowest,
         binding_extra_stage=binding,
-        passed_s=sum(ramp_s - stage.sent_s / vpp for ramp_s, stage in zip(ramps, stages, strict=True))
-        + max(stage.step_s for stage in stages),
+        passed_s=sum(chunks_s) + max(stage.step_s for stage in stages),
+        behind_s=tuple(sum(chunks_s[index + 1 :]) for index in range(len(stages))),
     )
 
 

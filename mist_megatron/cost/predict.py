@@ -293,7 +293,7 @@ def iteration_of(
     timings = [timing_of(stages, position) for position in range(len(stages))]
     hides = evaluator.time_context.facts.step.hides
     time = iteration_time(timings, grad_accum, plan.schedule, plan.vpp, step_hides=hides)
-    return time.no_shorter_than(busiest_link_s(plan, grids, evaluator))
+    return time.no_shorter_than(busiest_link_s(plan, grids, evaluator, time.behind_s))
 
 
 def _with_exchanges(

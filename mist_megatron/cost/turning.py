@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from mist_megatron.cost.layer_runs import Way
 from mist_megatron.cost.phases import Phase, phase
 from mist_megatron.cost.sends import mean_hop_s
 from mist_megatron.cost.terms import ZERO, LayerLoad, Linear
@@ -17,6 +18,7 @@ from mist_megatron.cost.work import LayerWork, PassWork, StageWork, kept_layer, 
 from mist_megatron.price.overlap import GPU_GPU, until_done
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole
+from mist_megatron.spec.term import Term
 
 
 def last_layer_stays(work: StageWork) -> bool:
@@ -75,13 +77,15 @@ def apart_at_head(work: StageWork, place: int, streams: PassWork, usual: Phase) 
 
 def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, layer: LayerWork) -> Linear:
     """What d has of forward passes of chunks that follow each other while a pipeline warms up: what the last
-    layer of one sends off leaves beside the next, which hides less of it than a backward pass does."""
+    layer of one sends off leaves beside the next, which hides less of it than a backward pass does. Chunks of
+    one layer wait for no copies: only layers of a chunk wait for each other's."""
     grid = work.grid
     if not grid.interleaved or not any_of(layer.load.moved_bytes):
         return Linear()
     between = {StageRole.FIRST: 2, StageRole.MIDDLE: 1}.get(grid.role, 0)
     passes = between * (grid.stages - 1) + (grid.vpp - 1) * grid.stages
     waits = np.minimum(passes, grid.grad_accum * grid.vpp - 1.0) - 1.0
+    waits = np.where(grid.layers > grid.vpp, waits, 0.0)
     waited_s = waits * runs_ended / grid.vpp * (forward.inside_s - forward.last_s)
     # What the first micro-batch waits for on its way hides as much of that.
     copies = ZERO, layer.forward.copy_out_s
@@ -89,15 +93,24 @@ def warmed_up(work: StageWork, runs_ended: int | Array, forward: Phase, layer: L
     return Linear(np.maximum(waited_s - (grid.stages * grid.vpp - 1.0) * sent_s, 0.0))
 
 
-def leaving_s(work: StageWork, grad_accum: int, ahead: int) -> Array:
-    """How long a stage with chunks sends off what its modules saved, copies of all its chunks one after
-    another, and then runs the backward passes of chunks that it is `ahead`."""
+def leaving_s(work: StageWork, grad_accum: int, stages: int) -> Array:
+    """How long one of so many stages with chunks sends off what its modules saved, copies of all its chunks
+    one after another, but for the layer before the head, which stays. The last to leave is of the last chunk,
+    which backward passes begin with: those of its other chunks follow, each for as many micro-batches as
+    there are stages, and each when its input has come and the host has begun it."""
     grid, sent_s, back_s = work.grid, ZERO, ZERO
-    for block, load, count in zip(work.blocks, work.loads.blocks, grid.by_kind, strict=True):
+    before_head = (grid.runs[-1][1] if grid.runs else 0) if grid.role.has_head else None
+    kinds = zip(work.blocks, work.loads.blocks, grid.by_kind, strict=True)
+    for place, (block, load, count) in enumerate(kinds):
         if any_of(load.moved_bytes):
-            sent_s = sent_s + (count.layers - count.ckpt) * block.kept.forward.copy_out_s
+            leaving = np.maximum(count.layers - count.ckpt - (place == before_head), 0.0)
+            sent_s = sent_s + leaving * block.kept.forward.copy_out_s
         back_s = back_s + count.layers * (load.backward_s + load.backward_collective_s)
-    return grad_accum * sent_s + ahead / grid.vpp * back_s if any_of(sent_s) else ZERO
+    if not any_of(sent_s):
+        return ZERO
+    hop_s = ZERO if Term.PIPELINE_P2P in work.context.without else mean_hop_s(work)
+    each_s = (back_s + work.host_s / 2) / grid.vpp + hop_s
+    return grad_accum * sent_s + (grid.vpp - 1) * stages * each_s
 
 
 def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[float, LayerWork]]:
@@ -105,9 +118,8 @@ def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[fl
     the last one compute besides, and that one's copies in place of its own; and how often each is. Its
     forward pass runs beside what the one before it sends off, its backward pass beside what comes in for
     that one; layers between the two send nothing, and wait for nothing."""
-    context, blocks = work.context, work.loads.blocks
-    sends = tuple(any_of(load.moved_bytes) for load in blocks)
-    if work.grid.parts or len(blocks) == 1 or not sends[place]:
+    context, sends = work.context, _sending(work)
+    if work.grid.parts or len(sends) == 1 or not sends[place]:
         return []
     every = [block.kept for block in work.blocks]
     shares = _steps(context.kind_of_layer, sends)[place]
@@ -115,6 +127,36 @@ def copies_beside(work: StageWork, place: int, kept: LayerWork) -> list[tuple[fl
         (share, _with_copies(kept, every[before], [(n, every[kind]) for kind, n in between]))
         for share, before, between in shares
     ]
+
+
+def _sending(work: StageWork) -> tuple[bool, ...]:
+    """Of which kinds of layers modules send activations off."""
+    return tuple(any_of(load.moved_bytes) for load in work.loads.blocks)
+
+
+def turns_taken(work: StageWork, way: Way, forward: Phase) -> Linear:
+    """Nothing leaves beside the first layer of a forward pass that sends, but beside its last one what the
+    layer before it sends off does. Of layers that are alike a pass has what it counts of one layer less;
+    where kinds take turns, that is the kind that it sends first, not the one that it ends with."""
+    if not copies_beside(work, way.place, work.blocks[way.place].kept):
+        return Linear()
+    first = _first_to_send(work.context.kind_of_layer, _sending(work))
+    begun = sum(first[kind].get(way.place, 0.0) * way.grid.beginning(kind) for kind in first)
+    return Linear((way.runs_ended - begun) * forward.inside_s)
+
+
+@lru_cache(maxsize=64)
+def _first_to_send(kinds: tuple[int, ...], sends: tuple[bool, ...]) -> dict[int, dict[int, float]]:
+    """By kind that a pass begins with: how often the first layer from there on that sends is of a kind."""
+    found: dict[int, Counter[int]] = {kind: Counter() for kind in set(kinds)}
+    following = None
+    for kind in reversed(kinds):
+        following = kind if sends[kind] else following
+        if following is not None:
+            found[kind][following] += 1
+    return {
+        kind: {one: times / counts.total() for one, times in counts.items()} for kind, counts in found.items()
+    }
 
 
 _Between = tuple[tuple[int, int], ...]

@@ -9,9 +9,11 @@ layer k + 1 needs comes in while layer k computes, what layer k - 1 made goes ou
 waits for that, because buffers are two layers deep; where only some kinds of layers send activations off,
 two of these, and copies run on beside the layers between. Backward passes of Megatron's offload by modules
 wait for what comes in and not for what leaves (fine_grained_activation_offload.py of megatron-core 0.19.2
-makes compute wait for copies out in forward passes alone). (Reductions of ZeRO 0 and 1, whose gradients have
-a place of their own, hold nothing up: layers' own collectives go before them, and interleaved stages of
-Megatron begin them when a chunk's last backward pass has ended; they gather weights ahead, see `gathers`.)
+makes compute wait for copies out in forward passes alone, each of which has a handler of its own: nothing in
+it waits for copies of a pass before, and its end waits for those of its last layer but one). (Reductions of
+ZeRO 0 and 1, whose gradients have a place of their own, hold nothing up: layers' own collectives go before
+them, and interleaved stages of Megatron begin them when a chunk's last backward pass has ended; they gather
+weights ahead, see `gathers`.)
 Transfers that compute waits for go before those that it does not, which stands for the share of the network
 that they would get. Sends go through a communicator of their own and share links with collectives, half and
 half, where both stay inside a node or both leave it. The first layer of a pass fetches when the pass before
@@ -243,7 +245,9 @@ class _Builder:
             begun = len(self.built.kind)
             waits = [self.add("host work", f"host {step}", number, Stream.HOST, host_s, waits)]
         works = [self.streams_of(number, step, layer.work) for layer in layers]
-        if forward and rank.turned and all(work.copy_in_s == 0.0 for work in works):
+        if forward and self.work.leaves_by_modules:
+            rank.leaving = [[], []]
+        elif forward and rank.turned and all(work.copy_in_s == 0.0 for work in works):
             rank.needs_no_room(self.built.kind)
         for index, layer in enumerate(layers):
             turning = turns and index == 0
@@ -261,6 +265,9 @@ class _Builder:
             older, newer = rank.leaving
             if not between:
                 rank.leaving = [older, [*newer, *sent]] if turning else [newer, sent]
+        if forward and self.work.leaves_by_modules and rank.leaving[0]:
+            wait = [*rank.end, *rank.leaving[0]]
+            rank.end = [self.add("forward", f"{step} end", number, Stream.COMPUTE, 0.0, wait)]
         if self.work.reduces_by_chunk and step.kind is PassKind.BACKWARD:
             self.reduce_chunk(number, step, layers)
         rank.turned = not forward

@@ -159,7 +159,7 @@ def test_expressions_come_to_what_the_slowest_border_makes_of_a_step() -> None:
         check_plan(plan)
         grids, evaluator = grids_of(plan), evaluator_for(job_of(plan))[0]
         told = predict(plan, evaluator).time
-        link_s = busiest_link_s(plan, grids, evaluator)
+        link_s = busiest_link_s(plan, grids, evaluator, told.behind_s)
         binds += told.total_s == pytest.approx(link_s + told.passed_s, rel=1e-9)
     assert binds, "in none of them the link is busy throughout"
 

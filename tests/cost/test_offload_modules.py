@@ -19,6 +19,7 @@ from mist_megatron.frameworks.megatron.read import plan_of
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.spec import catalogue, presets
 from mist_megatron.spec.cluster import ClusterSpec, LinkOverrides
+from mist_megatron.spec.experts import ExpertSpec
 from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 from mist_megatron.targets.rules import violations
@@ -27,6 +28,7 @@ LLAMA = presets.PRESETS["llama-7b"]
 MIXTURE = presets.PRESETS["qwen3-30b-a3b"]
 LATENT = presets.PRESETS["deepseek-v2-lite"]
 HYBRID = presets.PRESETS["nemotron-3-nano-30b-a3b"]
+EVERY_SECOND = ExpertSpec(count=8, top_k=2, ffn_hidden=2048, every=2)
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
@@ -144,6 +146,49 @@ def test_copies_of_chunks_follow_each_other() -> None:
     copies_s = played.usage[0].busy_s[Stream.DEVICE_TO_HOST]
     computed_s = played.usage[0].busy_s[Stream.COMPUTE]
     assert copies_s > 1.5 * computed_s
+
+
+def of_chunks_of_one_layer() -> Plan:
+    """Of a small model, whose copies take as long as the passes of all chunks."""
+    small = replace(LLAMA, layers=4, hidden=1024, ffn_hidden=4096, heads=16, kv_heads=16)
+    made = plan(ATTENTION, small, pp=2, vpp=2)
+    links = LinkOverrides(device_to_host_bytes_per_s=1e9, inter_bytes_per_s=1e11)
+    gpus = replace(made.cluster, gpu=catalogue.gpu("a100-sxm-40gb"), links=links)
+    batch = replace(made.training, global_batch=2 * made.stages[0].dp, seq_len=2048)
+    return replace(made, cluster=gpus, training=batch, grad_accum=2)
+
+
+def test_passes_wait_for_no_copies_of_the_pass_before() -> None:
+    """Megatron has a handler for each chunk and micro-batch, and layers of a chunk alone wait for each
+    other's: all forward passes of chunks of one layer go on beside the first one's copies. What the layer
+    before the head saved never leaves."""
+    made = of_chunks_of_one_layer()
+    evaluator, _ = evaluator_for(job_of(made))
+    played = simulate(made, evaluator)
+    assert predict(made, evaluator).iteration_s == pytest.approx(played.iteration_s, rel=0.02)
+    program, timeline = played.built.program, played.timeline
+    of_first = [k for k in range(len(program.name)) if program.device[k] == 0]
+    by_name = {(played.built.kind[k], program.name[k]): k for k in of_first}
+    copied_s = timeline.end_s[by_name["copy out", "F0 layer 0"]]
+    assert timeline.end_s[by_name["forward", "F1.1 layer 2"]] < copied_s
+    assert not any(
+        kind == "copy out" and "layer 3" in program.name[k] for k, kind in enumerate(played.built.kind)
+    )
+
+
+def test_kinds_in_turn_lack_the_copies_beside_the_first_that_sends() -> None:
+    """Every second layer has experts, whose copies take longer than two layers: in a forward pass of four
+    layers nothing leaves beside the first two."""
+    mixture = replace(
+        LLAMA, layers=4, hidden=1024, ffn_hidden=4096, heads=16, kv_heads=16, experts=EVERY_SECOND
+    )
+    made = plan(("expert_fc1", "moe_act"), mixture)
+    links = LinkOverrides(device_to_host_bytes_per_s=2e9)
+    made = replace(made, cluster=replace(made.cluster, links=links))
+    assert not violations(made)
+    evaluator = evaluator_for(job_of(made))[0]
+    played_s = simulate(made, evaluator).iteration_s
+    assert predict(made, evaluator).iteration_s == pytest.approx(played_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("vpp", "network", "micro_batches"), [(6, 5e9, 8), (3, 2e9, 4)])
