@@ -56,7 +56,7 @@ _OPERATIONS: dict[str, tuple[int | None, Callable[[Sequence[Any]], Any]]] = {
 """Name -> (number of operands, None for one or more; what it does)."""
 
 
-def _result(operation: str, operands: Sequence[float], slots: Mapping[int, Any] | list[Any]) -> Any:
+def _result(operation: str, operands: Sequence[float], slots: Mapping[float, Any] | list[Any]) -> Any:
     """Of one step, given the slots before it."""
     if operation == "const":
         return np.float64(operands[0])
@@ -83,27 +83,29 @@ class Program:
     def bound(self, fixed: Mapping[str, float], wanted: Callable[[str], bool]) -> Program:
         """The outputs that are wanted of the program with some inputs fixed: what follows from these alone is
         computed once, what nothing needs not at all; what is left is what `run` would do, in its order."""
-        known: dict[int, Any] = {
+        known: dict[float, Any] = {
             slot: np.float64(fixed[name]) for slot, name in enumerate(self.inputs) if name in fixed
         }
         count = len(self.inputs)
         for slot, (operation, operands) in enumerate(self.steps, count):
-            if operation == "const" or all(int(i) in known for i in operands):
+            if operation == "const" or all(map(known.__contains__, operands)):
                 known[slot] = _result(operation, operands, known)
         outputs = [(name, slot) for name, slot in self.outputs if wanted(name)]
-        needed = {slot for _, slot in outputs}
+        needed: set[float] = {slot for _, slot in outputs}
         for slot in range(count + len(self.steps) - 1, count - 1, -1):
             if slot in needed and slot not in known:
-                needed.update(int(i) for i in self.steps[slot - count][1])
+                needed.update(self.steps[slot - count][1])
         inputs = tuple(name for slot, name in enumerate(self.inputs) if slot in needed and slot not in known)
-        places = {self.inputs.index(name): place for place, name in enumerate(inputs)}
+        places: dict[float, int] = {self.inputs.index(name): place for place, name in enumerate(inputs)}
         steps: list[Step] = []
-        for slot in sorted(needed - places.keys()):
+        for slot in range(count + len(self.steps)):
+            if slot not in needed or slot in places:
+                continue
             if slot in known:
                 steps.append(("const", (float(known[slot]),)))
             else:
                 operation, operands = self.steps[slot - count]
-                steps.append((operation, tuple(places[int(i)] for i in operands)))
+                steps.append((operation, tuple([places[i] for i in operands])))
             places[slot] = len(inputs) + len(steps) - 1
         return Program(inputs, tuple(steps), tuple((name, places[slot]) for name, slot in outputs))
 

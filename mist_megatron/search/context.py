@@ -40,6 +40,8 @@ class HiddenRings:
             if question.evaluator.job.execution.context_exchange in (None, "p2p")
         }
         self._hidden: dict[Execution, dict[Ranks, bool]] = {}
+        self._of_lists: dict[object, set[EqualPipeline]] = {}
+        """Of lists of shapes, which last as long as a search: ways that differ in experts have the same."""
 
     def left(self, way: Way, shapes: Sequence[EqualPipeline]) -> list[EqualPipeline]:
         """Of the shapes of a way those that the same way with a ring does not outdo."""
@@ -56,10 +58,15 @@ class HiddenRings:
         other, question = found
         if other.limits != way.limits:
             return set()
-        hidden = self._hidden.setdefault(_of_attention(ring), {})
-        new = {ranks_of(shape) for shape in shapes} - hidden.keys()
-        hidden.update(_hidden(question, new))
-        return {shape for shape in shapes if hidden.get(ranks_of(shape), False) and other.keeps(shape)}
+        attention = _of_attention(ring)
+        key = attention, other.keeps, tuple(map(id, shapes))
+        if key not in self._of_lists:
+            hidden = self._hidden.setdefault(attention, {})
+            new = {ranks_of(shape) for shape in shapes} - hidden.keys()
+            hidden.update(_hidden(question, new))
+            outdone = {shape for shape in shapes if hidden.get(ranks_of(shape), False) and other.keeps(shape)}
+            self._of_lists[key] = outdone
+        return self._of_lists[key]
 
 
 def _hidden(question: SearchProblem, ranks: set[Ranks]) -> dict[Ranks, bool]:
