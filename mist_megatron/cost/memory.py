@@ -187,7 +187,10 @@ def _passing(role: StageRole) -> int:
     """Layers of which modules that are offloaded are on the GPU at once: the one that runs and the one that
     leaves, which the next one waits for (--fine-grained-offloading-max-inflight-offloads 1); in a pipeline
     also the one that the next backward pass begins with, which comes while a forward pass runs
-    (`pre_reload_last_layer`). Where a backward pass follows at once that one has never left."""
+    (`pre_reload_last_layer`), or, while a pipeline warms up, the last one of the pass before. Where a
+    backward pass follows at once that one has never left. The limit is of each chunk and micro-batch alone:
+    where chunks have one layer nothing waits for slow copies, and what is in flight may all be there, which
+    is not counted (docs/limits.md)."""
     return 2 if role is StageRole.ONLY else 3
 
 

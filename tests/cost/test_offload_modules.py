@@ -10,7 +10,7 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of, predict
 from mist_megatron.errors import InputError
 from mist_megatron.events.engine import Stream
-from mist_megatron.events.iteration import simulate
+from mist_megatron.events.iteration import Simulation, simulate
 from mist_megatron.frameworks.flags import arguments
 from mist_megatron.frameworks.megatron import write
 from mist_megatron.frameworks.megatron.bridge import bridge_mapping
@@ -174,6 +174,51 @@ def test_passes_wait_for_no_copies_of_the_pass_before() -> None:
     assert not any(
         kind == "copy out" and "layer 3" in program.name[k] for k, kind in enumerate(played.built.kind)
     )
+
+
+def layers_there(played: Simulation, stage: int) -> int:
+    """Most layers of which what leaves is on a stage's GPU at once, by the events: until its copies have
+    left, and from when it comes in until its backward pass ends."""
+    program, timeline = played.built.program, played.timeline
+    times: dict[str, dict[str, tuple[float, float]]] = {}
+    for event, (kind, name) in enumerate(zip(played.built.kind, program.name, strict=True)):
+        if program.device[event] == stage and name[0] in "FB" and "layer" in name:
+            span = float(timeline.start_s[event]), float(timeline.end_s[event])
+            times.setdefault(name[1:], {})[kind] = span
+    changes = []
+    for each in times.values():
+        changes += [(each["forward"][0], 1), (each["backward"][1], -1)]
+        if "copy out" in each:
+            left_s = each["copy out"][1]
+            changes += [(left_s, -1), (max(left_s, each.get("copy in", each["backward"])[0]), 1)]
+    there = most = 0
+    for _, change in sorted(changes):
+        there += change
+        most = max(most, there)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "of_chunk", "most"),
+    [(4, 1, 2, [3, 3, 3, 2]), (2, 2, 2, [3, 3]), (4, 1, 1, [4, 3, 2, 1]), (2, 2, 1, [5, 3])],
+)
+def test_layers_that_wait_for_slow_copies(pp: int, vpp: int, of_chunk: int, most: list[int]) -> None:
+    """No more than memory counts where chunks have two layers, however slow copies are. Chunks of one layer
+    wait for none, and all that is in flight is there (docs/limits.md)."""
+    made = of_chunks_of_one_layer()
+    dp = 16 // pp
+    stage = replace(made.stages[0], layers=vpp * of_chunk, dp=dp, nodes=1, gpus_per_node=dp)
+    made = replace(
+        made,
+        model=replace(made.model, layers=pp * vpp * of_chunk),
+        training=replace(made.training, global_batch=4 * dp),
+        stages=(stage,) * pp,
+        grad_accum=4,
+        vpp=vpp,
+        schedule="interleaved" if vpp > 1 else "1f1b",
+    )
+    played = simulate(made, evaluator_for(job_of(made))[0])
+    assert [layers_there(played, stage) for stage in range(pp)] == most
 
 
 def test_kinds_in_turn_lack_the_copies_beside_the_first_that_sends() -> None:
