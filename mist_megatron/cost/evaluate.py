@@ -381,8 +381,9 @@ class StageEvaluator:
         """Layers and recomputed layers of each kind."""
         counts: dict[str, Array | float] = {}
         for kind, count in zip(self.kinds, grid.by_kind, strict=True):
-            counts[own_name("l", kind)] = count.layers
-            counts[own_name("c", kind)] = count.ckpt
+            counts |= {own_name("l", kind): count.layers, own_name("c", kind): count.ckpt}
+            if self.job.execution.offload_modules:
+                counts[own_name("q", kind)] = grid.lone(count)
         return counts
 
     def passes(self, grid: StageGrid) -> dict[str, Array]:

@@ -96,6 +96,8 @@ class StageGrid:
     """One in all configurations, two in all, or more in all."""
     vpp: int | Array = 1
     """Chunks of the stage: one each on all meshes, or several on all."""
+    lone_layers_wait: bool = False
+    """Memory counts what waits where chunks have one layer; bounds leave it out, being linear in layers."""
     bridged: bool = False
     """Neighbours may be on other grids: one rank of each tensor-parallel group sends and receives whole
     activations, and hands them on inside its group."""
@@ -159,6 +161,10 @@ class StageGrid:
         shared = np.gcd(gpus.astype(np.intp), most)
         within = np.where(gpus <= most, gpus, shared.astype(np.float64))
         return replace(self, nodes=gpus // within, gpus_per_node=within)
+
+    def lone(self, count: LayerCount) -> Array:
+        """1 where memory counts what waits in chunks with one layer of a kind, else 0."""
+        return np.where(self.lone_layers_wait & (count.layers < 2 * self.vpp), 1.0, 0.0)
 
     def beginning(self, place: int) -> int | Array:
         """How many of its runs of layers begin with the kind at that place ..."""

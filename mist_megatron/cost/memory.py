@@ -37,6 +37,7 @@ from mist_megatron.cost.symbols import (
     HIDDEN,
     IN_FLIGHT,
     INSTANCES,
+    LONE,
     OFFLOAD,
     SP,
     TP,
@@ -45,6 +46,7 @@ from mist_megatron.cost.symbols import (
     Z3,
     B,
     S,
+    own_symbol,
 )
 from mist_megatron.spec.layer import LayerSpec
 from mist_megatron.spec.mesh import StageRole
@@ -189,8 +191,8 @@ def _passing(role: StageRole) -> int:
     also the one that the next backward pass begins with, which comes while a forward pass runs
     (`pre_reload_last_layer`), or, while a pipeline warms up, the last one of the pass before. Where a
     backward pass follows at once that one has never left. The limit is of each chunk and micro-batch alone:
-    where chunks have one layer nothing waits for slow copies, and what is in flight may all be there, which
-    is not counted (docs/limits.md)."""
+    where chunks have one layer nothing waits for slow copies, and what is in flight may all be there: of
+    such chunks memory counts all (LONE)."""
     return 2 if role is StageRole.ONLY else 3
 
 
@@ -217,6 +219,7 @@ class _Kind:
 def _kind(block: Block, kinds: int, options: LayerOptions, facts: MemoryFacts) -> _Kind:
     memory = layer_memory(block.kind, options, facts.modules, passes_back=block.passes_back)
     source, moved = block.kind.cross_attention, moved_bytes(block.kind, options)
+    leaves = 1 - own_symbol(LONE, block.kind.name) if options.offloaded else ONE
     return _Kind(
         layers=block.layers,
         ckpt=block.ckpt,
@@ -226,7 +229,7 @@ def _kind(block: Block, kinds: int, options: LayerOptions, facts: MemoryFacts) -
         kept_input=block.own(memory.kept_input),
         forward=block.own(memory.forward),
         backward=block.own(memory.backward),
-        moved=Moved(block.own(moved.freed), block.own(moved.copied)),
+        moved=Moved(block.own(moved.freed) * leaves, block.own(moved.copied)),
         passing=ZERO if source is None else block.own(outside_bytes(source)),
     )
 

@@ -175,6 +175,7 @@ def grid_of(plan: Plan, position: int) -> StageGrid:
         instances=_one(stage.mesh(plan.execution).instances),
         stages=stages,
         vpp=plan.vpp,
+        lone_layers_wait=stages > 1,
         bridged=bridged(plan),
         group=plan.group_of_stage[position],
         crossed=_crossed(plan, position),

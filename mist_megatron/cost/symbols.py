@@ -28,6 +28,7 @@ RECOMPUTE = {kind: Symbol(name) for kind, name in RECOMPUTE_SYMBOLS.items()}
 LAYERS = Symbol("l")
 CKPT = Symbol("c")
 IN_FLIGHT = Symbol("p")
+LONE = Symbol("q")
 GRAD_ACCUM = Symbol("G")
 Z1 = Symbol("z1")
 Z2 = Symbol("z2")
@@ -71,6 +72,7 @@ MEANINGS: dict[Symbol, str] = {
     LAYERS: "transformer layers of the stage",
     CKPT: "layers of the stage recomputed in full",
     IN_FLIGHT: "micro-batches whose activations the stage holds at its peak, the current one included",
+    LONE: "1 where chunks have one layer whose modules send activations off: none waits for copies; else 0",
     GRAD_ACCUM: "micro-batches per optimizer step",
     Z1: "1 when optimizer states are sharded over data-parallel ranks (ZeRO >= 1), else 0",
     Z2: "1 when gradients are sharded (ZeRO >= 2), else 0",

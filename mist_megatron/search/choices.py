@@ -94,6 +94,7 @@ def stage_grid(
         instances=values["instances"],
         stages=shape.stages,
         vpp=shape.vpp,
+        lone_layers_wait=shape.stages > 1,
         bridged=shape.bridged,
     )
 

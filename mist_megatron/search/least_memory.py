@@ -159,8 +159,7 @@ def _moments(
     def column(values: Sequence[float]) -> Array:
         return np.array(values, dtype=np.float64).reshape(-1, 1, 1, *one)
 
-    # Who has fewer levels than others has its last again.
-    most = max(len(sizes.zero) for sizes in members)
+    most = max(len(sizes.zero) for sizes in members)  # who has fewer levels has its last again
     levels = [(*sizes.zero, *sizes.zero[-1:] * (most - len(sizes.zero))) for sizes in members]
     axes = {
         **choices.axes(ends_of(choices.counts(1, recompute=recompute))),
@@ -171,6 +170,7 @@ def _moments(
         replace(
             grid,
             layers=counts,
+            lone_layers_wait=False,
             ckpt=counts * axes["ckpt"],
             in_flight=column([sizes.held for sizes in members]),
             micro_batch=column([sizes.micro_batch for sizes in members]),
