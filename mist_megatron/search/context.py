@@ -40,8 +40,9 @@ class HiddenRings:
             if question.evaluator.job.execution.context_exchange in (None, "p2p")
         }
         self._hidden: dict[Execution, dict[Ranks, bool]] = {}
-        self._of_lists: dict[object, set[EqualPipeline]] = {}
-        """Of lists of shapes, which last as long as a search: ways that differ in experts have the same."""
+        self._of_lists: dict[object, tuple[Sequence[EqualPipeline], set[EqualPipeline]]] = {}
+        """Of lists of shapes, which ways that differ in experts have the same of: these by the identity of
+        their shapes, and so with them, since an identity is taken again by what comes after one is gone."""
 
     def left(self, way: Way, shapes: Sequence[EqualPipeline]) -> list[EqualPipeline]:
         """Of the shapes of a way those that the same way with a ring does not outdo."""
@@ -65,8 +66,8 @@ class HiddenRings:
             new = {ranks_of(shape) for shape in shapes} - hidden.keys()
             hidden.update(_hidden(question, new))
             outdone = {shape for shape in shapes if hidden.get(ranks_of(shape), False) and other.keeps(shape)}
-            self._of_lists[key] = outdone
-        return self._of_lists[key]
+            self._of_lists[key] = shapes, outdone
+        return self._of_lists[key][1]
 
 
 def _hidden(question: SearchProblem, ranks: set[Ranks]) -> dict[Ranks, bool]:
