@@ -78,7 +78,7 @@ def _arcee(config: Config, name: str) -> ModelSpec:
 
 
 def _nemotron(config: Config, name: str) -> ModelSpec:
-    """Nemotron-3 8B to Nemotron-4 340B: norms with biases, whose weights are told less one."""
+    """Nemotron-4 and Minitron: norms with biases, whose weights are told less one."""
     return replace(_arcee(config, name), norm="layernorm", norm_bias=True)
 
 

@@ -37,6 +37,10 @@ class Config:
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values, self.where = values, where
 
+    def usually(self, **values: object) -> Config:
+        """The same, where the absence of a key means something else than to its other readers."""
+        return Config({**values, **self.values}, self.where)
+
     def integer(self, *names: str, default: int | None = None, null: int | None = None) -> int:
         """The first key that is given; `default` where none is; `null`, or the default, where it is null."""
         for name in names:

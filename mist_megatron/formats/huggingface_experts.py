@@ -202,18 +202,12 @@ def _glm4_lite(config: Config, name: str) -> ModelSpec:
 
 def _dots(config: Config, name: str) -> ModelSpec:
     config.demand("attention_bias", False, "biases on the attention alone are not modelled")
-    if not config.flag("norm_topk_prob", False):
-        raise InputError(
-            f"{config.where}: norm_topk_prob is not true: weights of experts that are not normed are not "
-            "modelled"
-        )
     layers, kinds = config.integer("num_hidden_layers"), config.values.get("layer_types")
-    windows = config.integer("sliding_window", default=4096, null=0)
-    if kinds is None and windows and config.integer("max_window_layers", default=62) < layers:
-        kinds = "told by max_window_layers"
-    if kinds is not None and kinds != ["full_attention"] * layers:
+    windows = config.integer("sliding_window", default=4096, null=0) > 0
+    some = kinds is None and windows and config.integer("max_window_layers", default=62) < layers
+    if some or kinds not in (None, ["full_attention"] * layers):
         raise InputError(f"{config.where}: windows on some layers only are not modelled")
-    experts = _deepseek_experts(config, _DOTS, "sigmoid")
+    experts = _deepseek_experts(config.usually(norm_topk_prob=False), _DOTS, "sigmoid")
     return gated_model(config, name, kv_heads=32, qk_norm=True, experts=experts)
 
 
@@ -222,7 +216,7 @@ def _solar_open(config: Config, name: str) -> ModelSpec:
     config.demand("attention_bias", False, "biases on the attention alone are not modelled")
     experts = _deepseek_experts(config, _SOLAR, "sigmoid")
     width = config.integer("moe_intermediate_size", default=_SOLAR["moe_intermediate_size"])
-    whole = Config({"intermediate_size": width, **config.values}, config.where)
+    whole = config.usually(intermediate_size=width)
     return gated_model(
         whole, name, kv_heads=8, head_dim=config.integer("head_dim", default=128), experts=experts
     )

@@ -113,7 +113,7 @@ def _qwen3_next(config: Config, name: str) -> ModelSpec:
 def _qwen3_5_moe(config: Config, name: str) -> ModelSpec:
     """Without a width of dense layers, which it has none of."""
     experts = _qwen_experts(config, 256, 8, "softmax")
-    whole = Config({"intermediate_size": experts.ffn_hidden, **config.values}, config.where)
+    whole = config.usually(intermediate_size=experts.ffn_hidden)
     return _with_delta_nets(whole, name, kv_heads=2, experts=experts)
 
 
