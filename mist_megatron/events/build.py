@@ -310,12 +310,14 @@ class _Builder:
         return layer.last if step.micro_batch == self.last_micro_batch else layer.backward
 
     def gather_ahead(self, number: int, chunk: int) -> None:
-        """All weights of a chunk, in one bucket but for what the very first pass needs."""
+        """All weights of a chunk, in one bucket but for what the very first pass needs. Nothing waits for them
+        yet: what layers that run meanwhile send goes before them."""
         rank, layers, events = self.ranks[number], self.work.stages[number].chunks[chunk], []
         for layer in layers:
             name = f"weights of {layer.name}"
             after = [*rank.end, *rank.gathered]
             events.append(self.gather_beside(number, name, layer.work.first.gather_s, after))
+            self.built.program.yielding.add(events[-1])
             rank.gathered = [events[-1]]
         for name, event in waited_for(layers, events, bucketed=number == chunk == 0).items():
             self.gathered[number, name] = event

@@ -47,10 +47,10 @@ def test_chunks_are_gathered_one_ahead_and_aligned_over_stages():
         assert here == {forward[0]: [0, 1], forward[4 - before]: [2]}
 
 
-def begun_s(*, ahead: bool) -> dict[tuple[int, str], float]:
+def begun_s(*, ahead: bool, tensor_s: float = 0.0) -> dict[tuple[int, str], float]:
     """Two stages of two chunks of two layers: forward 1, backward 2, a layer's weights 3."""
     once = LayerTasks(
-        first=PassTasks(compute_s=1.0, gather_s=3.0),
+        first=PassTasks(compute_s=1.0, tensor_s=tensor_s, gather_s=3.0),
         forward=PassTasks(compute_s=1.0),
         backward=PassTasks(compute_s=2.0),
         last=PassTasks(compute_s=2.0),
@@ -92,6 +92,15 @@ def test_weights_that_come_with_the_input_hold_all_stages_up():
     begun = begun_s(ahead=False)
     assert begun[1, "F0 layer 1"] == begun[1, "F0 layer 0"] + 3.0
     assert begun[1, "F0.1 layer 3"] > begun_s(ahead=True)[1, "F0.1 layer 3"]
+
+
+def test_traffic_of_layers_does_not_wait_behind_weights_of_chunks_to_come():
+    """Layer 0 has its weights at 3 and computes until 4; what it exchanges until 5 goes before layer 1's
+    weights, begun at 3, which are there at 7. Layer 1's exchange, from 8 to 9, goes before weights of chunk 1:
+    the other stage has its input at 9."""
+    begun = begun_s(ahead=True, tensor_s=1.0)
+    assert [begun[0, f"F0 layer {k}"] for k in (0, 1)] == [3.0, 7.0]
+    assert begun[1, "F0 layer 0"] == 9.0
 
 
 def test_tokens_on_their_way_to_experts_do_not_wait_behind_weights_that_come_ahead():
