@@ -310,8 +310,8 @@ class _Builder:
         return layer.last if step.micro_batch == self.last_micro_batch else layer.backward
 
     def gather_ahead(self, number: int, chunk: int) -> None:
-        """All weights of a chunk, in one bucket but for what the very first pass needs. Nothing waits for them
-        yet: what layers that run meanwhile send goes before them."""
+        """All weights of a chunk, in one bucket but for what the very first pass needs. Nothing waits for
+        them yet: what layers that run meanwhile send goes before them."""
         rank, layers, events = self.ranks[number], self.work.stages[number].chunks[chunk], []
         for layer in layers:
             name = f"weights of {layer.name}"

@@ -96,8 +96,8 @@ def test_weights_that_come_with_the_input_hold_all_stages_up():
 
 def test_traffic_of_layers_does_not_wait_behind_weights_of_chunks_to_come():
     """Layer 0 has its weights at 3 and computes until 4; what it exchanges until 5 goes before layer 1's
-    weights, begun at 3, which are there at 7. Layer 1's exchange, from 8 to 9, goes before weights of chunk 1:
-    the other stage has its input at 9."""
+    weights, begun at 3, which are there at 7. Layer 1's exchange, from 8 to 9, goes before weights of
+    chunk 1: the other stage has its input at 9."""
     begun = begun_s(ahead=True, tensor_s=1.0)
     assert [begun[0, f"F0 layer {k}"] for k in (0, 1)] == [3.0, 7.0]
     assert begun[1, "F0 layer 0"] == 9.0
