@@ -18,7 +18,15 @@ from mist_megatron.cost.last_reductions import counted_apart
 from mist_megatron.cost.phases import Between, Phase, departure_s, turned_round_s
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.cost.work import LayerWork, PassWork, StageWork, recomputed_layer
-from mist_megatron.price.overlap import overlapped_time
+from mist_megatron.price.overlap import (
+    COMPUTE,
+    DEVICE_TO_HOST,
+    GPU_GPU,
+    HOST_TO_DEVICE,
+    overlapped_time,
+    until_done,
+    until_first,
+)
 from mist_megatron.price.prices import Array, any_of
 
 
@@ -52,14 +60,13 @@ def head_waits(
 
     def there(beside: PassWork, own: PassWork, *, begins: bool = False) -> Array:
         without = _together(beside, (beside.reduce_s, ZERO, beside.copy_out_s), ZERO, factors)
+        left_s = beside.copy_out_s
         if begins and any_of(beside.copy_out_s):
             moved_s = beside.gather_s + beside.reduce_s
-            both, alone = (
-                _together(beside, (moved_s, beside.copy_in_s, out_s), ZERO, factors)
-                for out_s in (beside.copy_out_s, ZERO)
-            )
+            both = _together(beside, (moved_s, beside.copy_in_s, beside.copy_out_s), ZERO, factors)
+            alone, left_s = _begun_s(beside, moved_s, factors)
             without = both - alone + _together(beside, (beside.reduce_s, ZERO, ZERO), ZERO, factors)
-        arriving = own.gather_s + beside.reduce_s, own.copy_in_s, beside.copy_out_s
+        arriving = own.gather_s + beside.reduce_s, own.copy_in_s, left_s
         more_s = _together(beside, arriving, ZERO, factors) - without
         if not any_of(beside.copy_in_s):
             return more_s
@@ -238,6 +245,18 @@ def _arrival_s(own: PassWork, host_s: Array, factors: Array) -> Array:
     """With nothing beside it but the host's work."""
     there_s = overlapped_time((ZERO, own.gather_s, own.copy_in_s, ZERO), factors)
     return np.maximum(there_s - host_s, 0.0)
+
+
+def _begun_s(one: PassWork, moved_s: Array, factors: Array) -> tuple[Array, Array]:
+    """A layer's first pass of an iteration, until what the next one needs is there, and what is left then of
+    its own copies out: while that is waited for they go on already, beside it."""
+    computed_s, moved_s = until_first(COMPUTE, one.compute_s, GPU_GPU, moved_s, factors)
+    _, (in_s, _) = until_done(COMPUTE, one.compute_s, (one.copy_in_s, ZERO), factors)
+    then_s = one.tensor_s + one.blocking_gather_s + one.blocking_reduce_s
+    in_s = np.maximum(in_s - then_s, 0.0)
+    waited_s, (in_s, out_s) = until_done(GPU_GPU, moved_s, (in_s, one.copy_out_s), factors)
+    copied_s, out_s = until_first(HOST_TO_DEVICE, in_s, DEVICE_TO_HOST, out_s, factors)
+    return computed_s + then_s + waited_s + copied_s, out_s
 
 
 def _together(beside: PassWork, streams: tuple[Array, Array, Array], added_s: Array, factors: Array) -> Array:

@@ -89,7 +89,7 @@ def last_reductions(work: StageWork, *, followed: bool, waits_s: Array = ZERO) -
             added = added + Linear(np.where(both, later_s, 0.0))
             spare_s = np.where(both, 0.0, spare_s)
         if first >= 0 and any_of(edges[0]):
-            spare_s = spare_s - np.maximum(compute_s - blocks[last], 0.0)
+            spare_s = spare_s - np.maximum(_room(factors) * compute_s - blocks[last], 0.0)
             longer_s = edges[0] - _beside_head_s(compute_s, copies, factors)
             added = added + Linear(-_hidden_s(longer_s, spare_s, factors))
     if first >= 0:
@@ -130,9 +130,17 @@ def handed_on_late(work: StageWork, sign: float) -> Linear:
     return late + Linear(slower_s(begun, _reduced_s(work.head)) - slower_s(begun, reduces[last]))
 
 
+def _room(factors: Array) -> float:
+    """Seconds of reductions that go beside a second of compute: each slows the other down."""
+    slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
+    return slow_compute / slow
+
+
 def _beside_head_s(compute_s: Array, copies: Copies, factors: Array) -> Array:
     """What a head's reduction has of the layer beside it: copies that this waits for too."""
-    return overlapped_time((compute_s, ZERO, *copies[:2]), factors) if _any_come(copies) else compute_s
+    if not _any_come(copies):
+        return _room(factors) * compute_s
+    return overlapped_time((compute_s, ZERO, *copies[:2]), factors)
 
 
 def _hidden_s(longer_s: Array, spare_s: Array, factors: Array) -> Array:
@@ -175,7 +183,10 @@ def _left_s(work: StageWork, place: int, reduce_s: Array) -> Array:
     """What reductions leave of the time of all layers of a kind: the most of those that are run again."""
     block, count = work.blocks[place], work.grid.by_kind[place]
     own_s = reduce_s + block.kept.backward.reduce_s + block.kept.backward.gather_s
-    kept_s, whole_s = (np.maximum(_compute_s(one) - own_s, 0.0) for one in (block.kept, block.recomputed))
+    room = _room(work.context.interference)
+    kept_s, whole_s = (
+        np.maximum(room * _compute_s(one) - own_s, 0.0) for one in (block.kept, block.recomputed)
+    )
     return np.asarray(count.layers * kept_s + count.ckpt * (whole_s - kept_s))
 
 
@@ -243,7 +254,8 @@ def _queued_s(
     first, last = ends
     last_s = _at_end_s(work, last)
     compute_s, reduce_s = np.maximum(compute_s - last_s, 0.0), np.maximum(reduce_s - blocks[first], 0.0)
-    spare_s = np.maximum(compute_s - reduce_s, 0.0) + np.maximum(last_s - blocks[last], 0.0)
+    room = _room(work.context.interference)
+    spare_s = np.maximum(room * compute_s - reduce_s, 0.0) + np.maximum(room * last_s - blocks[last], 0.0)
     return beside_s(compute_s, reduce_s) + beside_s(last_s, blocks[last]), spare_s
 
 

@@ -18,7 +18,7 @@ from mist_megatron.formats.model_yaml import model_from_mapping
 from mist_megatron.spec.catalogue import gpu
 from mist_megatron.spec.cluster import LinkOverrides, cluster_of
 from mist_megatron.spec.kinds import Offload
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.training import TrainingSpec
 
 
@@ -80,6 +80,47 @@ def test_a_last_backward_pass_is_handed_on_late(name: str, first: int, weights: 
     evaluator, _ = evaluator_for(job_of(plan))
     played_s = simulate(plan, evaluator).iteration_s
     assert predict(plan, evaluator).iteration_s == pytest.approx(played_s, rel=0.015)
+
+
+def test_a_long_reduction_of_a_head_fills_what_layers_leave_of_theirs() -> None:
+    """Each slows the other down, so that more of it goes beside a layer than the layer alone takes. Told 3 %
+    too slow once."""
+    model = {"family": "llama", "layers": 6, "hidden": 2048, "heads": 16, "ffn_hidden": 4096, "vocab": 50304}
+    plan = plan_of(1, ckpt=0)
+    stage = replace(plan.stages[0], layers=6, gpus_per_node=3, dp=3, micro_batch=2, zero=1)
+    plan = replace(
+        plan,
+        model=model_from_mapping(model, "model"),
+        training=TrainingSpec(global_batch=6, seq_len=2048),
+        cluster=cluster_of(gpu("l4-24gb"), 3),
+        target="megatron",
+        execution=Execution(overlap_grad_reduce=True, overlap_param_gather=True),
+        grad_accum=1,
+        stages=(stage,),
+    )
+    evaluator, _ = evaluator_for(job_of(plan))
+    played_s = simulate(plan, evaluator).iteration_s
+    assert predict(plan, evaluator).iteration_s == pytest.approx(played_s, rel=0.002)
+
+
+def test_what_a_first_layer_steps_leaves_while_the_next_one_waits_for_its_weights() -> None:
+    """It is told to leave there, not once more beside the layer before the head. Told 4.5 % too fast once."""
+    model = {"family": "llama", "layers": 2, "hidden": 2048, "heads": 16, "ffn_hidden": 4096, "vocab": 50304}
+    plan = plan_of(1, ckpt=0, weights=0.5)
+    cluster = replace(cluster_of(gpu("l4-24gb"), 6), nodes=2, gpus_per_node=3)
+    cluster = replace(cluster, links=LinkOverrides(inter_bytes_per_s=25e9))
+    stage = replace(plan.stages[0], layers=2, nodes=2, gpus_per_node=3, dp=6)
+    plan = replace(
+        plan,
+        model=replace(model_from_mapping(model, "model"), tied_embeddings=True),
+        training=TrainingSpec(global_batch=6, seq_len=2048),
+        cluster=cluster,
+        grad_accum=1,
+        stages=(stage,),
+    )
+    evaluator, _ = evaluator_for(job_of(plan))
+    played_s = simulate(plan, evaluator).iteration_s
+    assert predict(plan, evaluator).iteration_s == pytest.approx(played_s, rel=0.02)
 
 
 def test_what_comes_back_beside_a_recomputed_layer_by_hand() -> None:
