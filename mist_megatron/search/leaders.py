@@ -52,7 +52,7 @@ class Leaders:
             self._leader.update(dict.fromkeys(members, leader))
             self._widest.update(dict.fromkeys(members, widest))
         self._spread: dict[tuple[int, int, bool], SpreadShapes] = {}
-        self._of_shapes: Floors = {}
+        self._of_shapes = Floors()
         self._least_s: dict[object, float] = {}
         self._kept: dict[object, list[Family]] = {}
         self._ends: dict[int, list[EqualPipeline]] = {}
@@ -65,7 +65,7 @@ class Leaders:
         if place not in self._of_way:
             way, question = self._pairs[place]
             execution, limits = self._execution(place), way.limits
-            key = _alike(execution), execution.tp_comm_overlap, _sizes(limits)
+            key = _shaping(execution), _sizes(limits)
             if key not in self._families:
                 self._families[key] = list(families(question.evaluator.job, question.space, limits))
             self._of_way[place] = self._families[key]
@@ -120,6 +120,13 @@ def _alike(execution: Execution) -> object:
     shared, sharded = execution.shared_expert_overlap, execution.megatron_fsdp
     spread = execution.context_parallel, execution.dispatcher, execution.ep, execution.etp
     return *spread, shared, sharded, execution.outer_sharding
+
+
+def _shaping(execution: Execution) -> object:
+    """What of ways of one search shapes follow from: of dispatchers `flex` alone has rules of its own about
+    spreads (`spec/expert_rules.py`)."""
+    spread = execution.context_parallel, execution.dispatcher == "flex", execution.ep, execution.etp
+    return *spread, execution.tp_comm_overlap, execution.megatron_fsdp, execution.outer_sharding
 
 
 def _sizes(limits: Limits) -> object:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from mist_megatron.cost.grid import LayerCount, StageGrid
 from mist_megatron.cost.terms import NO_SLOPE, LayerLoad
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import Array, Ints
-from mist_megatron.search.pipelines import EqualPipeline, Family, slices_alike
+from mist_megatron.search.pipelines import EqualPipeline, Family
+from mist_megatron.search.spread_rows import SpreadRows
 from mist_megatron.search.stage_prices import Times
 from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.kinds import alike
@@ -67,15 +68,33 @@ MANY = 1e9
 """Micro-batches, so many that the first and the last do not count."""
 
 
-Floors = dict[object, Array]
-"""Of families in ways of execution that differ in what is run again, which no floor counts."""
+class Floors:
+    """What ways of one search share: rows of families, by the identity of these, which are kept with them;
+    and floors of ways that differ in what is run again, which no floor counts."""
 
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, ...], tuple[Sequence[Family], SpreadRows]] = {}
+        self._ordered: dict[object, tuple[Array, Ints]] = {}
 
-def _alike(question: SearchProblem, families: Sequence[Family], rivals: Sequence[Rival]) -> object:
-    """All that floors follow from."""
-    execution = varied(question.evaluator.job.execution, recompute_modules=None)
-    held = tuple(own.stage.memory == other.stage.memory for own, other in rivals)
-    return execution, tuple(map(id, families)), held
+    def rows(self, families: Sequence[Family]) -> SpreadRows:
+        """Of some families."""
+        ids = tuple(map(id, families))
+        if ids not in self._rows:
+            self._rows[ids] = families, SpreadRows(families)
+        return self._rows[ids][1]
+
+    def ordered(
+        self, question: SearchProblem, spread: SpreadRows, rivals: Sequence[Rival], *, computed: bool
+    ) -> tuple[Array, Ints]:
+        """Floors of rows, the least first, and whose they are; what has none is left out."""
+        execution = varied(question.evaluator.job.execution, recompute_modules=None)
+        held = tuple(own.stage.memory == other.stage.memory for own, other in rivals)
+        key = computed, execution, id(spread), held
+        if key not in self._ordered:
+            floors_s = _computed(question, spread) if computed else _floors(question, spread, rivals)
+            order = np.argsort(floors_s, kind="stable")[: int(np.isfinite(floors_s).sum())]
+            self._ordered[key] = floors_s[order], order
+        return self._ordered[key]
 
 
 class SpreadShapes:
@@ -92,30 +111,10 @@ class SpreadShapes:
         computed: bool = False,
     ) -> None:
         """`computed`: with bounds that count what is computed alone, which few prices tell."""
-        self._families, self._keeps = families, keeps
-        of_family = [len(spreads) for _, spreads in families]
-        self._rows = np.repeat(np.arange(len(families)), of_family)
-        every = [spread for _, spreads in families for spread in spreads]
-        self._spreads = np.array(every, dtype=np.float64).reshape(-1, 2)
-        known = {} if known is None else known
-        key = computed, _alike(question, families, rivals)
-        if key not in known:
-            asked = [shape for shape, _ in families], self._rows, self._spreads
-            known[key] = _computed(question, *asked) if computed else _floors(question, *asked, rivals)
-        floors_s = known[key]
-        order = np.argsort(floors_s, kind="stable")
-        self._order = order[: int(np.isfinite(floors_s).sum())]
-        self.floors_s = floors_s[self._order]
+        self._keeps, known = keeps, known or Floors()
+        self._spread = known.rows(families)
+        self.floors_s, self._order = known.ordered(question, self._spread, rivals, computed=computed)
         self._taken = 0
-        self._shapes: dict[int, EqualPipeline] = {}
-
-    def _shape(self, row: int) -> EqualPipeline:
-        """Made when it is asked for, and once: many ways of execution ask for the same."""
-        if row not in self._shapes:
-            ep, etp = self._spreads[row]
-            shape = self._families[self._rows[row]][0]
-            self._shapes[row] = varied(shape, ep=int(ep), etp=int(etp))
-        return self._shapes[row]
 
     def __len__(self) -> int:
         """Shapes that were not taken yet."""
@@ -128,25 +127,25 @@ class SpreadShapes:
 
     def least_s(self, keeps: Callable[[EqualPipeline], bool], families: Sequence[EqualPipeline]) -> float:
         """The least bound of those that are kept, of some families; infinite where none is."""
-        some = np.zeros(len(self._families), dtype=bool)
+        some = np.zeros(len(self._spread.shapes), dtype=bool)
         some[[self._place[shape] for shape in families]] = True
-        places = np.flatnonzero(some[self._rows[self._order]])
+        places = np.flatnonzero(some[self._spread.of_family[self._order]])
         for place, row in zip(places.tolist(), self._order[places].tolist(), strict=True):
-            if keeps(self._shape(row)):
+            if keeps(self._spread.shape(row)):
                 return float(self.floors_s[place])
         return math.inf
 
     @cached_property
     def _place(self) -> dict[EqualPipeline, int]:
         """Of each family."""
-        return {shape: place for place, (shape, _) in enumerate(self._families)}
+        return {shape: place for place, shape in enumerate(self._spread.shapes)}
 
     def below(self, limit_s: float) -> list[tuple[float, EqualPipeline]]:
         """Those whose bounds are no larger, with these; they count as taken after `take`."""
         end = int(np.searchsorted(self.floors_s, limit_s, side="right"))
         under = []
         for place in range(self._taken, end):
-            shape = self._shape(int(self._order[place]))
+            shape = self._spread.shape(int(self._order[place]))
             if self._keeps(shape):
                 under.append((float(self.floors_s[place]), shape))
         return under
@@ -170,99 +169,67 @@ class _Parts:
     the even share of layers, and the tied embedding of a first one, beside which nothing else of its d is
     less than nothing."""
 
+    def at(self, columns: Ints) -> _Parts:
+        """Of some of these sizes."""
+        of_kind_s = [part[columns] for part in self.of_kind_s]
+        return _Parts(of_kind_s, self.first_s[columns], self.last_s[columns], self.once_s[columns])
 
-def _floors(
-    question: SearchProblem,
-    shapes: Sequence[EqualPipeline],
-    rows: Ints,
-    spreads: Array,
-    rivals: Sequence[Rival],
-) -> Array:
+
+def _floors(question: SearchProblem, spread: SpreadRows, rivals: Sequence[Rival]) -> Array:
     """Seconds that no plan of each shape beats; infinite where states alone do not fit, and where tokens that
     are sent otherwise are never slower."""
-    sizes = _sizes(shapes)[rows]
-    floors = np.full(len(rows), np.inf)
-    for (sliced, _), mine in _groups(np.column_stack((sizes[:, 2], sizes[:, 3] > 1.0))).items():
+    floors = np.full(len(spread), np.inf)
+    for same in spread.priced:
         question.tick()
-        own = sizes[mine]
-        distinct, index = _distinct(np.column_stack((own[:, [3, 0, 1]], own[:, 6:], spreads[mine])))
-        grid = _grid(question, distinct, sliced=bool(sliced))
         # Of models with experts all shapes of a search have as many.
-        grid = replace(grid, instances=np.asarray(float(shapes[0].instances[0])))
-        stages = distinct[:, 0]
-        parts, each_s = _parts(question, grid, stages), np.zeros(len(mine))
+        sized = partial(_grid, question, sliced=same.sliced, instances=spread.shapes[0].instances[0])
+        left = _left(question, sized, same.distinct, rivals)
+        if not len(left):
+            continue
+        stages = same.distinct[left, 0]
+        parts = _parts(question, sized(same.distinct[left]), stages)
         for count in np.unique(stages).tolist():
-            some = own[:, 3] == count
-            each_s[some] = _steps(question, parts, int(count), index[some], own[some, 4], own[some, 5])
-        here = _fits(question, grid, stages)
-        if sliced and np.any(grid.tp == 1.0):
-            whole = replace(grid, sequence_parallel=False)
-            here = here | ((grid.tp == 1.0) & _fits(question, whole, stages))
-        here = here[index]
-        if rivals:
-            sends = (grid.etp == 1.0) & (grid.ep > 1.0)
-            here = here & ~(sends & _outdone(rivals, grid))[index]
-        floors[mine] = np.where(here, each_s, np.inf)
+            columns = np.flatnonzero(stages == count)
+            column = np.full(len(same.distinct), -1, dtype=np.intp)
+            column[left[columns]] = np.arange(len(columns))
+            own = column[same.places]
+            some = np.flatnonzero(own >= 0)
+            often = same.vpp[some], same.grad_accum[some]
+            floors[same.rows[some]] = _steps(question, parts.at(columns), int(count), own[some], *often)
     return floors
 
 
-def _sizes(shapes: Sequence[EqualPipeline]) -> Array:
-    """What floors of shapes follow from, a row each."""
-    rows = [
-        (
-            shape.nodes,
-            shape.gpus_per_node,
-            slices_alike(shape),
-            shape.stages,
-            shape.vpp,
-            shape.grad_accum,
-            min(shape.zero),
-            shape.micro_batch,
-            shape.tp,
-        )
-        for shape in shapes
-    ]
-    return np.array(rows, dtype=np.float64).reshape(-1, 9)
+def _left(
+    question: SearchProblem, sized: Callable[[Array], StageGrid], distinct: Array, rivals: Sequence[Rival]
+) -> Ints:
+    """Which of these sizes hold no more than there is, and are not outdone."""
+    grid = sized(distinct)
+    here = _fits(question, grid, distinct[:, 0])
+    if grid.sequence_parallel and np.any(grid.tp == 1.0):
+        whole = replace(grid, sequence_parallel=False)
+        here = here | ((grid.tp == 1.0) & _fits(question, whole, distinct[:, 0]))
+    left = np.flatnonzero(here)
+    sends = left[(grid.etp[left] == 1.0) & (grid.ep[left] > 1.0)]
+    if not rivals or not len(sends):
+        return left
+    return np.setdiff1d(left, sends[_outdone(rivals, sized(distinct[sends]))], assume_unique=True)
 
 
-def _groups(rows: Array) -> dict[tuple[float, ...], Ints]:
-    """Which rows are equal."""
-    keys, places = _distinct(rows)
-    return {tuple(key): np.flatnonzero(places == place) for place, key in enumerate(keys.tolist())}
-
-
-def _computed(question: SearchProblem, shapes: Sequence[EqualPipeline], rows: Ints, spreads: Array) -> Array:
+def _computed(question: SearchProblem, spread: SpreadRows) -> Array:
     """The same of what layers and head compute, on all stages: the slowest takes the mean or more."""
-    sizes, floors = _sizes(shapes)[rows], np.zeros(len(rows))
-    model = question.evaluator.job.model
-    for (sliced,), mine in _groups(sizes[:, 2:3]).items():
+    floors, model = np.zeros(len(spread)), question.evaluator.job.model
+    for same in spread.computed:
         question.tick()
-        own = sizes[mine]
-        only = np.ones((len(mine), 1))
-        distinct, index = _distinct(np.column_stack((only, own[:, [0, 1]], own[:, 6:], spreads[mine])))
-        loads = question.evaluator.loads(_grid(question, distinct, sliced=bool(sliced)))
+        loads = question.evaluator.loads(_grid(question, same.distinct, sliced=same.sliced))
         each_s = [load.forward_s + load.backward_s for load in loads.blocks]
-        sum_s = sum((each_s[place] for place in model.kind_of_layer), start=np.zeros(len(distinct)))
+        sum_s = sum((each_s[place] for place in model.kind_of_layer), start=np.zeros(len(same.distinct)))
         if loads.head is not None:
             sum_s = sum_s + loads.head.forward_s + loads.head.backward_s
-        floors[mine] = own[:, 5] / own[:, 3] * sum_s[index] * (1 - 1e-9)
+        floors[same.rows] = same.grad_accum / same.stages * sum_s[same.places] * (1 - 1e-9)
     return floors
 
 
-def _distinct(rows: Array) -> tuple[Array, Ints]:
-    """Rows of whole numbers, each once and in order, and which of them every row is. They are made one number
-    each, which is far quicker to sort than rows are, where they fit one."""
-    if math.prod(int(most) + 1 for most in rows.max(axis=0)) > np.iinfo(np.int64).max:
-        found, index = np.unique(rows, axis=0, return_inverse=True)
-        return found, index.reshape(-1)
-    code = np.zeros(len(rows), dtype=np.int64)
-    for column in rows.T.astype(np.int64):
-        code = code * (int(column.max()) + 1) + column
-    _, first, index = np.unique(code, return_index=True, return_inverse=True)
-    return rows[first], index.reshape(-1)
-
-
-def _grid(question: SearchProblem, sizes: Array, *, sliced: bool) -> StageGrid:
+def _grid(question: SearchProblem, sizes: Array, *, sliced: bool, instances: int = 1) -> StageGrid:
     """Stages on these nodes, of these levels and sizes of layers: only ones with all of them, others with
     none as yet."""
     job, zero = question.evaluator.job, np.zeros(1)
@@ -289,6 +256,7 @@ def _grid(question: SearchProblem, sizes: Array, *, sliced: bool) -> StageGrid:
         offload=alike(zero),
         ep=ep,
         etp=etp,
+        instances=np.asarray(float(instances)),
         stages=1 if only else 2,
         counts=tuple(LayerCount(each, zero) for each in layers) if several else (),
         runs=((model.kind_of_layer[0], model.kind_of_layer[-1]),) if several and only else (),

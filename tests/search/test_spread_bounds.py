@@ -17,7 +17,8 @@ from mist_megatron.search.pipelines import EqualPipeline, families, shapes
 from mist_megatron.search.queue import ordered_spread
 from mist_megatron.search.solve import solve
 from mist_megatron.search.space import Limits, cut_to_target
-from mist_megatron.search.spread import SpreadShapes, _distinct, least_maximum, least_steady_s
+from mist_megatron.search.spread import SpreadShapes, least_maximum, least_steady_s
+from mist_megatron.search.spread_rows import distinct_sizes
 from mist_megatron.search.ways import every
 
 
@@ -128,6 +129,6 @@ def test_rows_are_told_apart_however_large(most: int) -> None:
     rng = np.random.default_rng(11)
     rows = rng.integers(0, most, (300, 6)).astype(float)
     rows = np.concatenate((rows, rows[:50], np.full((1, 6), float(most))))
-    distinct, index = _distinct(rows)
+    distinct, index = distinct_sizes(rows)
     assert np.array_equal(distinct[index], rows)
     assert np.array_equal(distinct, np.unique(rows, axis=0))
