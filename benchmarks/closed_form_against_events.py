@@ -2,7 +2,7 @@
 
     python benchmarks/closed_form_against_events.py [--plans 200] [--seed 1]
 
-Four classes of plans with uneven layers and each stage's own number of recomputed layers, and four more:
+Four classes of plans with uneven layers and each stage's own number of recomputed layers, and five more:
 
 * `balanced`: Megatron, layers and recomputed layers within 1 of their mean, as a search would leave them
 * `uneven`: Megatron, layers within 2 of the mean, recomputed layers from none to all
@@ -11,6 +11,7 @@ Four classes of plans with uneven layers and each stage's own number of recomput
 * `interleaved`: Megatron, equal chunks, on networks from quick to slower than the chunks' compute
 * `chunks`: the same with splits whose chunks are not equal, of small models whose head is some layers' work
 * `sharing`: equal chunks of stages of which two or more lie on each node, on networks of 0.3 to 30 GB/s
+* `beside`: chunks, equal or not, with tensor-parallel traffic beside products, on networks of 0.3 to 30 GB/s
 * `unequal`: patched Megatron, each stage on a grid of its own
 
 Printed per class: quantiles of closed form / events - 1, and the share within 3 %. For the first two, where
@@ -52,7 +53,7 @@ from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.schedule import chunk_layers, recomputed_of
 from mist_megatron.spec.training import TrainingSpec
 
-CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "chunks", "sharing", "unequal")
+CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "chunks", "sharing", "beside", "unequal")
 GPUS = ("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb")
 NEAR = 0.03
 
@@ -195,6 +196,20 @@ def random_sharing(rng: random.Random) -> Plan:
     return replace(plan, cluster=cluster)
 
 
+def random_beside(rng: random.Random) -> Plan:
+    """Tensor-parallel traffic hides in products, which leaves less for sends to hide in."""
+    plan = (random_interleaved if rng.random() < 0.5 else random_chunks)(rng)
+    if plan.stages[0].tp == 1:
+        return random_beside(rng)
+    links = LinkOverrides(inter_bytes_per_s=10.0 ** rng.uniform(8.5, 10.5))
+    return replace(
+        plan,
+        cluster=replace(plan.cluster, links=links),
+        sequence_parallel=True,
+        execution=Execution(tp_comm_overlap=True),
+    )
+
+
 def random_unequal(rng: random.Random) -> Plan:
     """Stages of as many GPUs, each with its own dp, tp and micro-batch."""
     model, stages, wide = rng.choice(MODELS), rng.choice((2, 4)), rng.choice((4, 8))
@@ -301,6 +316,7 @@ def main() -> None:
             "interleaved": random_interleaved,
             "chunks": random_chunks,
             "sharing": random_sharing,
+            "beside": random_beside,
             "unequal": random_unequal,
         }
         draw = own.get(name) or partial(random_plan, kind=name)

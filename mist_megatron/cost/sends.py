@@ -147,8 +147,7 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
     p pairs of passes later the micro-batch's next chunk needs them. So a pair takes f + b or, at least,
 
     * the longer of both passes and a send: of every v chunks in a row but the first, which waits for nothing;
-    * two sends: a stage's link does not rest. Of two stages each is an end of the pipeline, and has one
-      chunk in v that sends once only.
+    * two sends: a stage's link does not rest. An end of the pipeline has one chunk in v that sends once only.
 
     Filling and draining are the trip of one micro-batch through p v chunks and back, and p pairs of the
     chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear
@@ -181,16 +180,12 @@ def _edge_seconds(loads: StageLoads) -> Array:
 
 def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
     """What sends add to t for a layer, and what of it d takes back."""
-    work, load = sends.work, layer.load
+    work = sends.work
     stages, chunks = work.grid.stages, work.grid.vpp
     a_layer = 1.0 / layers_of_most(work)
     share, host_s = chunks * sends.hop_s * a_layer, 0.5 * work.host_s * a_layer
-    forward_parts = (host_s, load.forward_s, load.forward_collective_s)
-    backward_parts = (
-        host_s,
-        load.backward_s + layer.recompute_s,
-        load.backward_collective_s + layer.recompute_collective_s,
-    )
+    forward_parts = (host_s, layer.forward.compute_s, layer.forward.tensor_s)
+    backward_parts = (host_s, layer.backward.compute_s, layer.backward.tensor_s)
     factors = work.context.interference
     out_s = layer.forward.copy_out_s
     copied_s = chunks * a_layer * out_s
@@ -234,7 +229,8 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
     else:
         trips = (chunks - 1) / chunks * round_trip
         waits = np.maximum(link, trips)
-        exposed = np.maximum(link - _edge_seconds(work.loads) * a_layer, trips)
+        once = ZERO if work.grid.role is StageRole.MIDDLE else share / chunks
+        exposed = np.maximum(link - once - _edge_seconds(work.loads) * a_layer, trips)
     pairs = stages * chunks - 1
     in_chunk = (alone if two else stages * link) - pairs * slower - (pairs + stages) * waits
     in_chunk = in_chunk + pairs * more_s

@@ -82,9 +82,7 @@ class LayerWork:
     load: LayerLoad
     traffic: Traffic
     recompute_s: Array
-    """What the backward pass computes again, part of its compute ..."""
-    recompute_collective_s: Array
-    """... and the tensor-parallel collectives of that."""
+    """What the backward pass computes again, part of its compute."""
     accumulate_s: Array
     """Adding new gradients to old ones, from the second micro-batch on, where that is a pass of its own."""
     forward: PassWork
@@ -232,7 +230,6 @@ def layer_work(
         load=load,
         traffic=traffic,
         recompute_s=again[0],
-        recompute_collective_s=again[1],
         accumulate_s=accumulation_seconds(load.parameters, grid, context),
         forward=forward,
         backward=backward,

@@ -97,14 +97,13 @@ def test_closed_form_against_events_on_random_networks() -> None:
         found = simulate(plan, evaluator_for(job_of(plan))[0])
         assert found.closed_form_s is not None
         errors.append(found.closed_form_s / found.iteration_s - 1.0)
-    assert min(errors) > -0.03
-    assert max(errors) < 0.12
-    assert np.mean(np.abs(errors) <= 0.03) >= 0.75
+    assert max(map(abs, errors)) < 0.035, errors
+    assert np.mean(np.abs(errors) <= 0.01) >= 0.9, errors
 
 
 def test_closed_form_against_events_where_chunks_are_not_equal() -> None:
     """Plans as a search tries them where layers are few, any networks. As if all chunks were of mean size,
-    half of 50 such plans were within 3 %, the furthest 42 % too long; of 150 now 128 are. What is left are
+    half of 50 such plans were within 3 %, the furthest 42 % too long; of 100 now 87 are. What is left are
     networks on which sends take about as long as small chunks do: these are told too slow."""
     against = benchmark_program("closed_form_against_events")
     rng = random.Random(1)
@@ -114,9 +113,9 @@ def test_closed_form_against_events_where_chunks_are_not_equal() -> None:
         found = simulate(plan, evaluator_for(job_of(plan))[0])
         assert found.closed_form_s is not None
         errors.append(found.closed_form_s / found.iteration_s - 1.0)
-    assert min(errors) > -0.03
-    assert max(errors) < 0.17
-    assert np.mean(np.abs(errors) <= 0.03) >= 0.65
+    assert min(errors) > -0.04
+    assert max(errors) < 0.15
+    assert np.mean(np.abs(errors) <= 0.03) >= 0.7
     assert np.mean(np.abs(errors) <= 0.01) >= 0.5
 
 
@@ -156,6 +155,20 @@ def test_the_slowest_border_binds_stages_that_share_nodes() -> None:
     assert max(map(abs, errors)) < 0.25, errors
     assert np.mean(np.abs(errors)) < 0.05, errors
     assert np.mean(np.abs(errors) <= 0.03) >= 0.5, errors
+
+
+def test_sends_do_not_hide_in_traffic_that_products_hide() -> None:
+    """As if all tensor-parallel traffic stopped compute, 100 such plans were told up to 13 % too fast; as if
+    the ends of a pipeline sent as often as stages between, others up to 20 % too slow."""
+    against = benchmark_program("closed_form_against_events")
+    rng = random.Random(4)
+    errors = []
+    for _ in range(24):
+        plan = against.random_beside(rng)
+        found = simulate(plan, evaluator_for(job_of(plan))[0])
+        assert found.closed_form_s is not None
+        errors.append(found.closed_form_s / found.iteration_s - 1.0)
+    assert max(map(abs, errors)) < 0.03, errors
 
 
 def test_a_slow_network_binds_chunks() -> None:
