@@ -53,7 +53,8 @@ from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.schedule import chunk_layers, recomputed_of
 from mist_megatron.spec.training import TrainingSpec
 
-CLASSES = ("balanced", "uneven", "traffic", "overlapped", "interleaved", "chunks", "sharing", "beside", "unequal")
+STAGES = ("balanced", "uneven", "traffic", "overlapped")
+CLASSES = (*STAGES, "interleaved", "chunks", "sharing", "beside", "unequal")
 GPUS = ("a100-sxm-80gb", "a100-sxm-40gb", "l4-24gb", "h100-sxm-80gb")
 NEAR = 0.03
 

@@ -355,8 +355,8 @@ def test_of_two_stages_a_chunk_sends_once() -> None:
 
 
 def test_a_head_fills_waits_for_the_link() -> None:
-    """Two sends of 14/3 s a layer and pair against 6 s of passes leave 10/3 s. At the pipeline's end one of two
-    chunks sends once only, and in what is left the head may run."""
+    """Two sends of 14/3 s a layer and pair against 6 s of passes leave 10/3 s. At the pipeline's end one of
+    two chunks sends once only, and in what is left the head may run."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 2, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     head = replace(BLOCK, forward_s=array(0.1), backward_s=array(0.2))
