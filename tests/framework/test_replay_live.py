@@ -20,11 +20,14 @@ import warm_start_server
 from mist_megatron.ask.replay import replay
 from mist_megatron.recorded.report import Page
 
-CHANGES: list[tuple[str, dict[str, Any]]] = [
-    ("layers", {"layers": 8}),
-    ("micro_batches", {"micro_batches": 4}),
-    ("load", {"scale": "op=^load$:4"}),
-]
+CHANGES: list[tuple[str, dict[str, Any]]] = one_of(
+    2,
+    [
+        ("layers", {"layers": 8}),
+        ("micro_batches", {"micro_batches": 4}),
+        ("load", {"scale": "op=^load$:4"}),
+    ],
+)
 OF_RANKS: list[tuple[str, dict[str, Any], str]] = one_of(
     3,
     [

@@ -127,7 +127,7 @@ def mixtral(fix: str = "") -> Tuned:
     return tune_words(**words, target="megatron", fix=f"{fixed}{fix}", forbid="fewer_gpus")
 
 
-@pytest.mark.parametrize("kind", one_of(2, ["a2a+p2p", "all_gather", "a2a"]))
+@pytest.mark.parametrize("kind", one_of(3, ["a2a+p2p", "all_gather", "a2a"]))
 def test_mixtures_take_an_exchange_that_is_asked_for(kind: str) -> None:
     """As fast at least as the plan with a ring is once its exchange is another one, where that runs."""
     asked, ring = mixtral(f",context_exchange={kind}"), mixtral()

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from short_form import long_form
+from short_form import long_form, one_of
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.calibrate.rows import read_rows
@@ -43,7 +43,8 @@ def test_no_slower_than_plans_tuned_on_the_gpus(runs_dir):
 
 
 def test_picks_what_was_measured_fastest(runs_dir):
-    """A quarter of 100 groups of runs on A100, each of one model, cluster and batch in several sizes.
+    """100 groups of runs on A100, each of one model, cluster and batch in several sizes; an eighth of them
+    with all other tests.
 
     Of the shapes that were measured the search's choice is the fastest, or within 2 % of it, in two of three
     groups (in 90 % while a table of that machine's layers was in the profile)."""
@@ -54,7 +55,7 @@ def test_picks_what_was_measured_fastest(runs_dir):
     # As the runs were made: no ZeRO, every layer recomputed.
     space = replace(space_named("3d"), zero=(0,), ckpt="all")
     picked = within = 0
-    for members in [of for of in groups.values() if len(of) > 1][::4]:
+    for members in one_of(8, (of for of in groups.values() if len(of) > 1)):
         measured_s = {}
         for row in members:
             stage, stages = row.plan.stages[0], len(row.plan.stages)
@@ -67,5 +68,5 @@ def test_picks_what_was_measured_fastest(runs_dir):
         choice = next((sizes for sizes in order if sizes in measured_s), None)
         picked += 1
         within += choice is not None and measured_s[choice] <= 1.02 * min(measured_s.values())
-    assert picked >= 22
+    assert picked >= 12
     assert within >= 0.65 * picked, f"{within} of {picked} groups"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import evaluator_of, small_job
+from short_form import every_case
 
 from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.space import space_named
@@ -30,17 +31,19 @@ def run(folder, *texts):
     )
 
 
-def test_search_pool_dask_cluster_and_stop(tmp_path):
-    pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
+@pytest.mark.parametrize("clusters", [False, True][: 1 + every_case()])
+def test_search_pool_and_stop(tmp_path, clusters):
+    if clusters:
+        pytest.importorskip("distributed", reason="the extra `cluster` is not installed")
     assert sum("ProcessPoolExecutor" in text for text in blocks()) == 1
     assert sum("dask" in text for text in blocks()) == 1
-    done = run(tmp_path, *blocks())
+    done = run(tmp_path, *(text for text in blocks() if clusters or "dask" not in text))
     assert done.returncode == 0, done.stderr
     first, *same = done.stdout.splitlines()
     status, gap, seconds = first.split()
     assert (status, float(gap)) == ("optimal", 0.0)
     assert float(seconds) > 0.0
-    assert same == ["True", "True"]
+    assert same == ["True"] * (1 + clusters)
 
 
 def test_a_question_travels_light():

@@ -140,7 +140,7 @@ def brute_force(job, evaluator, lengths):
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "layers", "batch", "limit_gib"),
     one_of(
-        2,
+        3,
         [
             (1, 8, 3, 3, 8, 3.0),
             (2, 2, 3, 4, 8, 4.0),
