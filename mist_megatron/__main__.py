@@ -12,7 +12,7 @@ import signal
 
 INTERRUPTED = 130
 """128 + SIGINT, as in errors.py."""
-OBJECTS = 100_000
+OBJECTS = 1_000_000
 """New ones after which Python looks for circles among them, in the place of 700: a command makes few and ends
 soon, and looking through what it has imported took 7 % of a search."""
 

@@ -143,29 +143,39 @@ def by_kind(job: Job, build: Callable[[Job], SourcedEvaluator]) -> SourcedEvalua
 
 def evaluator_for(job: Job, *, without: frozenset[str] = frozenset()) -> SourcedEvaluator:
     """The evaluator of a job, and where its prices come from."""
+    return evaluators(without=without)(job)
+
+
+def evaluators(*, without: frozenset[str] = frozenset()) -> Callable[[Job], SourcedEvaluator]:
+    """The same for many jobs, which are on the same nodes: a profile is looked for once on each kind."""
     from mist_megatron.cost.evaluate import make_evaluator
 
     unknown = sorted(without - SWITCHABLE)
     if unknown:
         raise InputError(f"--without: no term {unknown[0]!r}; known: {', '.join(sorted(SWITCHABLE))}")
     left_out = frozenset(term for term in SWITCHABLE if term in without)
+    profiles: dict[int, tuple[ClusterSpec, Profile | None]] = {}
+    programs = kept_programs()
 
     def build(one: Job) -> SourcedEvaluator:
-        profile = profile_of(one.cluster)
+        cluster = one.cluster
+        if id(cluster) not in profiles:
+            profiles[id(cluster)] = cluster, profile_of(cluster)
+        profile = profiles[id(cluster)][1]
         prices, origin = _priced_by(one, profile)
         learned = _learned_by(one, profile)
-        made = make_evaluator(one, prices, cache=kept_programs(), without=left_out, learned=learned)
+        made = make_evaluator(one, prices, cache=programs, without=left_out, learned=learned)
         return SourcedEvaluator(made, origin)
 
-    return by_kind(job, build)
+    return lambda job: by_kind(job, build)
 
 
 class Sharing:
     """Evaluators of the ways in which a job is executed, each made once; those whose layers do the same share
     what was priced of them."""
 
-    def __init__(self, evaluator_of: Callable[[Job], SourcedEvaluator] = evaluator_for) -> None:
-        self._evaluator_of = evaluator_of
+    def __init__(self, evaluator_of: Callable[[Job], SourcedEvaluator] | None = None) -> None:
+        self._evaluator_of = evaluator_of or evaluators()
         self.made: dict[Execution, SourcedEvaluator] = {}
         self._alike: dict[Execution, StageEvaluator] = {}
 

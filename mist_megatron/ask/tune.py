@@ -305,11 +305,11 @@ def searched(
     space: Space,
     settings: Settings,
     means: Means,
-    evaluator_of: Callable[[Job], SourcedEvaluator] = evaluator_for,
+    evaluator_of: Callable[[Job], SourcedEvaluator] | None = None,
 ) -> tuple[SearchResult, Priced]:
     """One search over all ways of execution, and what each was priced by."""
     if space.layerwise is not None:
-        sourced = evaluator_of(job)
+        sourced = (evaluator_of or evaluator_for)(job)
         layerwise = search_layerwise(sourced.evaluator, space, settings, means.watch)
         return layerwise, {job.execution: sourced}
     sharing = Sharing(evaluator_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mist_megatron.cost.closed_form import closed_form
-from mist_megatron.cost.compile import Program
 from mist_megatron.cost.grid import (
     OFFLOAD_SYMBOLS,
     ON_HOST,
@@ -26,7 +25,7 @@ from mist_megatron.cost.grid import (
 from mist_megatron.cost.kinds import boundary_sides, model_values, own_name, require_priced, with_tables
 from mist_megatron.cost.layerwise import ended, mixed_memory, mixed_work, part_grids, resharding_of
 from mist_megatron.cost.learned import NEEDED, features_of, with_learned
-from mist_megatron.cost.priced_pairs import Pairs, PricedPairs
+from mist_megatron.cost.priced_pairs import MOST_BOUND, Memo, Pairs, PricedPairs
 from mist_megatron.cost.program_cache import Store, stage_program
 from mist_megatron.cost.sizes import limit_of, padded_vocabulary
 from mist_megatron.cost.stage import At, StageProgram, price_passes, with_unfused_softmax
@@ -47,6 +46,7 @@ from mist_megatron.spec.kinds import alike
 from mist_megatron.spec.learned_memory import LearnedMemory
 from mist_megatron.spec.mesh import Mesh, StageRole
 from mist_megatron.spec.term import Term
+from mist_megatron.targets.facts import MemoryFacts
 from mist_megatron.targets.table import TARGETS
 
 __all__ = ["Array", "StageCost", "StageEvaluator", "StageFactors", "StageGrid", "make_evaluator"]
@@ -79,21 +79,6 @@ def make_evaluator(
     return StageEvaluator(job, priced, stage, without=without, learned=learned)
 
 
-MOST_BOUND = 256
-"""Programs that are kept: each takes about as much memory as its source."""
-
-
-@dataclass(frozen=True)
-class _Memo:
-    """What was priced already."""
-
-    pairs: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = field(default_factory=dict)
-    """Passes of layers."""
-    least_memory: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    bound: dict[tuple[object, ...], tuple[Program, Program]] = field(default_factory=dict)
-    """Programs of memory, and the same with what a search asks again and again fixed."""
-
-
 class StageEvaluator:
     """Callable on a StageGrid. Holds no state but a memo of layer passes already priced, and its program once
     that is asked for: of many ways of execution a search prices few."""
@@ -116,9 +101,7 @@ class StageEvaluator:
         """Of a mixed cluster, an evaluator by group; this one is of the first."""
         limit = job.cluster.memory_limit_bytes or limit_of(job.cluster.gpu.memory_bytes.value)
         self.limit_bytes = limit if learned is None else limit / (1.0 + learned.margin)
-        self._memory_facts = TARGETS[job.target].memory(job.execution)
-        self._context = time_context_of(job, prices, self._memory_facts, without)
-        self._fixed = model_values(job)
+        self._without = without
         self._beside: StageEvaluator | None = None
         self._last: tuple[StageGrid, StageLoads] | None = None
         """What was asked for last: who prices a grid asks for its loads, too."""
@@ -127,6 +110,20 @@ class StageEvaluator:
     def stage(self) -> StageProgram:
         """What a stage does and holds."""
         return self._stage if isinstance(self._stage, StageProgram) else self._stage()
+
+    # Of many ways of execution few are asked for these.
+
+    @cached_property
+    def _memory_facts(self) -> MemoryFacts:
+        return TARGETS[self.job.target].memory(self.job.execution)
+
+    @cached_property
+    def _context(self) -> TimeContext:
+        return time_context_of(self.job, self.prices, self._memory_facts, self._without)
+
+    @cached_property
+    def _fixed(self) -> dict[str, float]:
+        return model_values(self.job)
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which has neither the cache nor others to share with."""
@@ -138,12 +135,12 @@ class StageEvaluator:
         self._beside = other
 
     @cached_property
-    def _memo(self) -> _Memo:
+    def _memo(self) -> Memo:
         if self._beside in (None, self):
-            return _Memo()
+            return Memo()
         one, two = self.stage, self._beside.stage
         same = (one.program, one.items, one.uses) == (two.program, two.items, two.uses)
-        return self._beside._memo if same else _Memo()
+        return self._beside._memo if same else Memo()
 
     @property
     def least_memory(self) -> dict[tuple[object, ...], Any]:

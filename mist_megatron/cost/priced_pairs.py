@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mist_megatron.cost.compile import Program
 from mist_megatron.cost.grid import Array
 from mist_megatron.cost.stage import PassTime
 from mist_megatron.cost.terms import ZERO, LayerLoad
@@ -126,3 +128,18 @@ class PricedPairs:
 
     def load(self, layer: str) -> LayerLoad:
         return self.pairs.load(layer, self.positions, self.shape)
+
+
+MOST_BOUND = 256
+"""Programs that are kept: each takes about as much memory as its source."""
+
+
+@dataclass(frozen=True)
+class Memo:
+    """What an evaluator has priced already."""
+
+    pairs: dict[tuple[object, ...], tuple[dict[complex, int], Pairs]] = field(default_factory=dict)
+    """Passes of layers."""
+    least_memory: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    bound: dict[tuple[object, ...], tuple[Program, Program]] = field(default_factory=dict)
+    """Programs of memory, and the same with what a search asks again and again fixed."""

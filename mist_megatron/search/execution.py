@@ -7,7 +7,7 @@ ways a target has its facts say; here they are cut to what the space and the lim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from mist_megatron.search.offloads import dense_sets
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.said import with_said
 from mist_megatron.search.space import EXPERT_SWITCHES, OVERLAPS, SAID, Limits, Space, cut_to_target
+from mist_megatron.spec.hashed import varied
 from mist_megatron.spec.job import Job
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, ContextExchange, Dispatcher
 from mist_megatron.spec.model import ModelSpec
@@ -30,6 +31,8 @@ from mist_megatron.targets.megatron_rules import head_ranks, no_context, shares_
 from mist_megatron.targets.megatron_switches import FSDP_EXCLUDES, weighs_unevenly
 from mist_megatron.targets.rules import products_overlap
 from mist_megatron.targets.table import TARGETS
+
+RulesOut = Callable[[EqualPipeline], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,28 +56,33 @@ class Kept:
 
     def __call__(self, shape: EqualPipeline) -> bool:
         """Whether a shape is searched."""
-        for rules_out in self._rules_out:  # noqa: SIM110 (twice as quick, for a search that asks so often)
+        for rules_out in self._each:  # noqa: SIM110 (twice as quick, for a search that asks so often)
             if rules_out(shape):
                 return False
         return True
 
     @cached_property
-    def _rules_out(self) -> Sequence[Callable[[EqualPipeline], bool]]:
-        """Of most ways none: a search asks of many shapes."""
+    def _each(self) -> Sequence[RulesOut]:
+        return list(self.rules_out.values())
+
+    @cached_property
+    def rules_out(self) -> Mapping[object, RulesOut]:
+        """What rules shapes out, by names that mean the same in every way of a search; of most ways little:
+        a search asks of many shapes."""
         ranks, attends = self.head_ranks, [kind for kind in self.model.kinds if kind.attends]
         shared = cache(lambda tp: all(shares_heads(kind, tp, ranks) for kind in attends))
-        asked: list[tuple[bool, Callable[[EqualPipeline], bool]]] = [
-            (ranks > 1, lambda shape: not shared(shape.tp)),
-            (self.shards_weights, lambda shape: min(shape.zero) == 0),
-            (self.coprime, lambda shape: math.gcd(shape.micro_batch, shape.cp) > 1),
-            (self.sends, lambda shape: shape.ep * shape.etp == 1),
-            (not self.chunked, lambda shape: shape.vpp > 1),
-            (self.shards, lambda shape: max(shape.zero) < 2),
-            (self.evenly, _weighs_unevenly),
-            (self.paired is not None, lambda shape: self.paired != _pairs(shape)),
-            (self.gathers_beside, lambda shape: not _gathers_beside(shape)),
+        asked: list[tuple[bool, object, RulesOut]] = [
+            (ranks > 1, ("heads", ranks), lambda shape: not shared(shape.tp)),
+            (self.shards_weights, "weights", lambda shape: min(shape.zero) == 0),
+            (self.coprime, "coprime", lambda shape: math.gcd(shape.micro_batch, shape.cp) > 1),
+            (self.sends, "sends", lambda shape: shape.ep * shape.etp == 1),
+            (not self.chunked, "chunked", lambda shape: shape.vpp > 1),
+            (self.shards, "shards", lambda shape: max(shape.zero) < 2),
+            (self.evenly, "evenly", _weighs_unevenly),
+            (self.paired is not None, ("paired", self.paired), lambda shape: self.paired != _pairs(shape)),
+            (self.gathers_beside, "gathers", lambda shape: not _gathers_beside(shape)),
         ]
-        return [rules_out for is_asked, rules_out in asked if is_asked]
+        return {name: rules_out for is_asked, name, rules_out in asked if is_asked}
 
 
 @dataclass(frozen=True)
@@ -230,7 +238,7 @@ def _mixed(choice: ExecutionChoice, way: MixtureWay, known: dict[int, ExecutionC
     least = way.least
     known[id(way)] = replace(
         choice,
-        job=replace(choice.job, execution=way.execution),
+        job=varied(choice.job, execution=way.execution),
         limits=way.limits,
         paired=way.paired,
         sends=choice.sends or way.sends,

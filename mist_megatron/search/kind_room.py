@@ -18,7 +18,7 @@ from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, slot_at
 from mist_megatron.search.kind_bounds import across
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.slots import Slot, groups_of, slots_grid, slots_of
+from mist_megatron.search.slots import Alike, Slot, slots_grid, slots_of
 from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import role_of
 from mist_megatron.spec.recompute import Recompute
@@ -107,13 +107,12 @@ def _ends(
     """By configuration and shape: the most and the fewest layers with which a stage of one role fits that
     holds so much in flight; less than nothing, and more than all, where it fits with none."""
     evaluator, (positions, held) = question.evaluator, stages
-    most, fewest = [], []
-    for alike, _ in groups_of(question, shapes[0], _slots(question, shapes[0], positions)):
-        question.tick()
-        grid, _ = slots_grid(question, shapes[0], alike, axes, positions[0], recompute)
-        grid = replace(across(grid, shapes), in_flight=np.array(held))
-        fits = (evaluator.peak_bytes(grid) <= evaluator.limit_bytes) & (axes["ckpt"] <= grid.layers)
-        fits = np.broadcast_to(fits, (*fits.shape[:-1], len(shapes)))
-        most.append(np.where(fits, grid.layers, -np.inf).max(axis=0))
-        fewest.append(np.where(fits, grid.layers, np.inf).min(axis=0))
-    return np.maximum.reduce(most), np.minimum.reduce(fewest)
+    question.tick()
+    # What a stage holds follows from its layers, whatever kinds are at its ends.
+    every: Alike = _slots(question, shapes[0], positions), ((), None)
+    grid, _ = slots_grid(question, shapes[0], every, axes, positions[0], recompute)
+    grid = replace(across(grid, shapes), in_flight=np.array(held))
+    fits = (evaluator.peak_bytes(grid) <= evaluator.limit_bytes) & (axes["ckpt"] <= grid.layers)
+    fits = np.broadcast_to(fits, (*fits.shape[:-1], len(shapes)))
+    most = np.where(fits, grid.layers, -np.inf).max(axis=0)
+    return most, np.where(fits, grid.layers, np.inf).min(axis=0)

@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.execution import Kept
 from mist_megatron.search.known import together_gains
 from mist_megatron.search.pipelines import EqualPipeline, Family, families
 from mist_megatron.search.space import Limits
@@ -29,6 +33,30 @@ class Led(NamedTuple):
     least_s: Callable[[], float]
     """... and more such seconds, which take longer to tell."""
     floors: Floors
+
+
+class _Ends:
+    """Shapes that tell of each of some families whether any is searched; each rule is asked once of all."""
+
+    def __init__(self, ends: Sequence[Sequence[EqualPipeline]]) -> None:
+        self._every = [shape for each in ends for shape in each]
+        self._starts = np.cumsum([0, *map(len, ends)])[:-1]
+        self._out: dict[object, NDArray[np.bool_]] = {}
+
+    def left(self, keeps: Callable[[EqualPipeline], bool]) -> list[bool]:
+        """By family."""
+        if not self._every:
+            return []
+        if not isinstance(keeps, Kept):
+            out = np.array([not keeps(shape) for shape in self._every])
+        else:
+            out = np.zeros(len(self._every), dtype=bool)
+            for name, rules_out in keeps.rules_out.items():
+                if name not in self._out:
+                    self._out[name] = np.array([rules_out(shape) for shape in self._every])
+                out |= self._out[name]
+        left: list[bool] = np.logical_or.reduceat(~out, self._starts).tolist()
+        return left
 
 
 class Leaders:
@@ -56,6 +84,7 @@ class Leaders:
         self._least_s: dict[object, float] = {}
         self._kept: dict[object, list[Family]] = {}
         self._ends: dict[int, list[EqualPipeline]] = {}
+        self._ends_of_lists: dict[tuple[int, ...], _Ends] = {}
 
     def _execution(self, place: int) -> Execution:
         return self._pairs[place][1].evaluator.job.execution
@@ -101,10 +130,13 @@ class Leaders:
 
     def kept(self, place: int, some: Sequence[Family]) -> list[Family]:
         """Of these families of a way those of which any spread is searched in it."""
-        keeps = self._pairs[place][0].keeps
-        key = keeps, tuple(map(id, some))
+        keeps, ids = self._pairs[place][0].keeps, tuple(map(id, some))
+        key = keeps, ids
         if key not in self._kept:
-            self._kept[key] = [family for family in some if any(map(keeps, self._ends_of(family)))]
+            if ids not in self._ends_of_lists:
+                self._ends_of_lists[ids] = _Ends([self._ends_of(family) for family in some])
+            left = self._ends_of_lists[ids].left(keeps)
+            self._kept[key] = [family for family, is_left in zip(some, left, strict=True) if is_left]
         return self._kept[key]
 
     def _ends_of(self, family: Family) -> list[EqualPipeline]:

@@ -368,18 +368,17 @@ def _of_alike(question: SearchProblem, bounds: Bounds, handed: bool, items: Sequ
     return Seen(*with_room(question, [(bounds[shape], shape) for shape in shapes], added_s))
 
 
-def _of_kinds(question: SearchProblem, handed: bool, items: Sequence[Item]) -> Seen:
-    """Shapes of a model whose layers differ. Which of them do not fit as they are is told at once; of others
-    it is seen when they are solved."""
+def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> Seen:
+    """Shapes of a model whose layers differ. Which of them do not fit as they are is told at once, and no
+    time is asked of these: what was known of them is hardly less. Of others it is seen when they are
+    solved."""
     nothing = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
     shapes = [item for item in items if isinstance(item, EqualPipeline)]
-    fit = dict(zip(shapes, may_fit(question, shapes).tolist(), strict=True))
-    wanted = shapes if handed else [shape for shape in shapes if fit[shape]]
-    bounds = list(zip(least_steps_s(question, wanted), wanted, strict=True))
-    return Seen(
-        [(EqualBound(s, 0.0, 0.0, (nothing, nothing, nothing)), one) for s, one in bounds if fit[one]],
-        [(s, one) for s, one in bounds if not fit[one]],
-    )
+    here = may_fit(question, shapes).tolist()
+    fit = [shape for shape, fits in zip(shapes, here, strict=True) if fits]
+    bounds = [EqualBound(s, 0.0, 0.0, (nothing, nothing, nothing)) for s in least_steps_s(question, fit)]
+    short = [(0.0, shape) for shape, fits in zip(shapes, here, strict=True) if not fits]
+    return Seen(list(zip(bounds, fit, strict=True)), short)
 
 
 def _of_groups(question: SearchProblem, items: Sequence[Item]) -> Seen:
@@ -425,7 +424,7 @@ def no_items(items: Sequence[Item]) -> Seen:
 def look_of(question: SearchProblem, bounds: Bounds | None = None, hand: Hand | None = None) -> Look:
     """At shapes; of models with experts `hand` takes what does not fit with nothing run again."""
     if len(question.evaluator.job.model.kinds) > 1:
-        return Look(partial(_of_kinds, question, hand is not None), hand)
+        return Look(partial(_of_kinds, question), hand)
     if question.evaluator.job.model.routed is None:
         return Look(ShapeBounds(question))
     return Look(partial(_of_alike, question, {} if bounds is None else bounds, hand is not None), hand)
