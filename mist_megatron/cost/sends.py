@@ -104,9 +104,13 @@ def _beside_chunks(grid: StageGrid, context: TimeContext) -> bool:
 
 
 def _crossing_share(grid: StageGrid, context: TimeContext, role: StageRole | None) -> float | Array:
+    """Of the borders of a role, or of all: of chunks one more, from the last stage to the first."""
+
     def share(gpus: int) -> float:
         alike = max(context.cluster_gpus // gpus, 2)
-        return boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
+        line = boundary_crossing_share(alike, gpus, context.cluster_gpus_per_node, role)
+        around = role is None and grid.interleaved and line > 0.0
+        return (line * (alike - 1) + 1.0) / alike if around else line
 
     gpus = grid.nodes * grid.gpus_per_node
     if isinstance(gpus, int):

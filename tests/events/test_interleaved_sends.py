@@ -143,7 +143,8 @@ def test_chunks_of_embedding_or_head_alone_wait_as_others_do(stages: int, rounds
 
 def test_the_slowest_border_binds_stages_that_share_nodes() -> None:
     """The mean of all borders told 100 such plans 34 % too fast in the mean, the furthest by 81 %, and 13 of
-    them within 3 %. Furthest now are borders that take somewhat longer than a chunk's both passes."""
+    them within 3 %. Furthest now are borders that take somewhat longer than a chunk's both passes. (Without
+    the border from the last stage to the first, these 24 are 16 % off at most and 3.8 % in the mean.)"""
     against = benchmark_program("closed_form_against_events")
     rng = random.Random(3)
     errors = []
@@ -152,9 +153,9 @@ def test_the_slowest_border_binds_stages_that_share_nodes() -> None:
         found = simulate(plan, evaluator_for(job_of(plan))[0])
         assert found.closed_form_s is not None
         errors.append(found.closed_form_s / found.iteration_s - 1.0)
-    assert max(map(abs, errors)) < 0.25, errors
-    assert np.mean(np.abs(errors)) < 0.05, errors
-    assert np.mean(np.abs(errors) <= 0.03) >= 0.5, errors
+    assert max(map(abs, errors)) < 0.15, errors
+    assert np.mean(np.abs(errors)) < 0.03, errors
+    assert np.mean(np.abs(errors) <= 0.03) >= 0.7, errors
 
 
 def test_sends_do_not_hide_in_traffic_that_products_hide() -> None:
