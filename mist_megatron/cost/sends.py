@@ -49,7 +49,17 @@ def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
         return _sent_beside_chunks(_Sends(work, hop, own, list(zip((1.0 - share, share), both, strict=True))))
     exchanges = 2.0 if grid.role is StageRole.MIDDLE else 1.0
     each = 2.0 if context.facts.pipeline.sends_in_turn else 1.0
-    return Linear(each * exchanges * grid.vpp * hop), None
+    return Linear(grid.vpp * (each * exchanges * hop + _slowed_by_copies(work, hop))), None
+
+
+def _slowed_by_copies(work: StageWork, hop: Array) -> Array:
+    """What modules of the last layer of a forward pass send to host memory goes beside what the stage sends
+    on. (Where fractions of layers leave, t counts what copies add to passes as if nothing stopped them.)"""
+    last = work.blocks[work.grid.runs[-1][1] if work.grid.runs else -1].kept
+    if work.grid.role is StageRole.LAST or not any_of(last.load.moved_bytes):
+        return ZERO
+    copies = ZERO, last.forward.copy_out_s
+    return until_done(GPU_GPU, hop, copies, work.context.interference)[0] - hop
 
 
 def mean_hop_s(work: StageWork) -> Array:
