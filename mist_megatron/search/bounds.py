@@ -86,6 +86,8 @@ class LeastTimes:
         return Front(self.ramp_s[row], self.d_s[row], self.step_s[row], self.in_turn_s, backward_s)
 
 
+NOTHING = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
+"""Where nothing is known of one stage alone."""
 Crossed = Sequence[tuple[float, float]]
 """By position, what is not said of the role of a stage (`borders.crossings_s`); empty where it is nothing."""
 
@@ -104,6 +106,8 @@ class EqualBound:
     """A first, middle and last stage."""
     crossed: Crossed = ()
     """What borders take of stages that share nodes."""
+    layers_s: float = 0.0
+    """Of a model whose layers differ: what all of them take of t of all stages at least."""
 
     def cap_s(self, shape: EqualPipeline, role: StageRole, best_s: float) -> float:
         """No stage of a plan that beats `best_s` has a larger t.

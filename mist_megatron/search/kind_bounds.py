@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.search.borders import all_crossings_s
-from mist_megatron.search.bounds import SearchProblem, crossing_s, least_recompute
+from mist_megatron.search.bounds import NOTHING, EqualBound, SearchProblem, crossing_s, least_recompute
 from mist_megatron.search.choices import AXES, Array, Ints
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.slots import Alike, Slot, groups_of, slots_grid, slots_of
@@ -24,15 +24,6 @@ def sum_of_layers(question: SearchProblem, slopes: Sequence[Array]) -> Array:
     """Of all layers of the model in one micro-batch, of which one of each kind takes so long."""
     kinds = question.evaluator.job.model.kind_of_layer
     return np.asarray(sum((slopes[place] for place in kinds), start=np.zeros(())), dtype=np.float64)
-
-
-def least_slopes(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[Array]:
-    """Of a layer of each kind, by shape, memory unlimited: recomputation and offloading only add to that.
-    Shapes differ in what a grid has axes for."""
-    vpp = shapes[0].vpp
-    grid, _ = _with_nothing(question, shapes, 0, ([(0, vpp)], (((0, 0),) * vpp, None)))
-    slopes = Times.of(question.evaluator, grid).stable.slopes
-    return [_least(slope.per_layer, len(shapes)) for slope in slopes]
 
 
 def _least(values: Array, count: int, there: NDArray[np.bool_] | None = None) -> Array:
@@ -143,21 +134,22 @@ def _beyond_layers(
     return _Beyond(ramp_s, both_s, step_s, slopes or ())
 
 
-def least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[float]:
-    """No plan of each shape is faster."""
+def bounds_of_kinds(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> list[EqualBound]:
+    """Of each shape: no plan is faster."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, shape in enumerate(shapes):
         key = min(shape.stages, 3), shape.sequence_parallel, shape.vpp, shape.bridged
         groups.setdefault(key, []).append(index)
-    steps = np.zeros(len(shapes))
+    least = np.zeros((2, len(shapes)))
     for members in groups.values():
-        steps[members] = _least_steps_s(question, [shapes[index] for index in members])
-    return [float(step_s) for step_s in steps]
+        least[:, members] = _least_steps_s(question, [shapes[index] for index in members])
+    nothing = NOTHING, NOTHING, NOTHING
+    return [EqualBound(step_s, 0.0, 0.0, nothing, layers_s=layers_s) for step_s, layers_s in least.T.tolist()]
 
 
-def _least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> Array:
+def _least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> tuple[Array, Array]:
     """The same of shapes that differ in what a grid has axes for: what layers take, and what stages of each
-    role take beyond that at least."""
+    role take beyond that at least; and what layers take alone."""
     first, last = shapes[0], shapes[0].stages - 1
     stages = np.array([shape.stages for shape in shapes], dtype=np.float64)
     front = _beyond_layers(question, shapes, 0, _slots(question, shapes, lambda _: [0]), None)
@@ -177,7 +169,8 @@ def _least_steps_s(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> 
     second_s = once_of(first) * ramp_s - ends[0].ramp_s + ends[0].both_s
     steady_s = np.array([others_of(shape) for shape in shapes]) * np.maximum(ramp_s, 0.0) / stages
     steady_s = np.maximum(steady_s, crossed_s[1])
-    return np.asarray((steady_s + second_s + np.maximum(ends[0].step_s, ends[1].step_s)) * (1 - 1e-9))
+    step_s = np.maximum(ends[0].step_s, ends[1].step_s)
+    return np.asarray((steady_s + second_s + step_s) * (1 - 1e-9)), layers_s
 
 
 def _crossed(

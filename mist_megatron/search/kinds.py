@@ -32,9 +32,9 @@ from mist_megatron.cost.predict import (
 )
 from mist_megatron.cost.terms import ZERO
 from mist_megatron.search.borders import crossings_s
-from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.bounds import EqualBound, SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, Ints, slot_at
-from mist_megatron.search.kind_bounds import least_slopes, once_of, others_of, sum_of_layers
+from mist_megatron.search.kind_bounds import once_of, others_of
 from mist_megatron.search.kind_room import ckpt_axes
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, path_s, steady_s
@@ -61,12 +61,12 @@ def cut_to_kinds(runnable: Space, space: Space, job: Job) -> Space:
     return replace(runnable, offload=STAYS) if any(kind.still for kind in job.model.kinds) else runnable
 
 
-def solve_kinds(question: SearchProblem, shape: EqualPipeline, best_s: float) -> Solved:
+def solve_kinds(question: SearchProblem, shape: EqualPipeline, bound: EqualBound, best_s: float) -> Solved:
     """The best plan of a shape if it beats `best_s`."""
     tally = Tally()
     best = Solved(tally=tally)
     for recompute in question.space.recompute:
-        priced = _priced(question, shape, recompute, tally)
+        priced = _priced(question, (shape, bound.layers_s), recompute, tally)
         for config in priced.promising():
             question.tick()
             beat_s = min(best_s, best.left_s)
@@ -212,9 +212,11 @@ class _Priced:
             yield tuple(zip(accumulate(counts, initial=0), counts, strict=False))
 
 
-def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute, tally: Tally) -> _Priced:
-    """Every slot in every configuration."""
-    layers = question.evaluator.job.model.layers
+def _priced(
+    question: SearchProblem, known: tuple[EqualPipeline, float], recompute: Recompute, tally: Tally
+) -> _Priced:
+    """Every slot of a shape, whose layers take so long at least, in every configuration."""
+    (shape, least_s), layers = known, question.evaluator.job.model.layers
     axes = ckpt_axes(question, shape, recompute)
     starts = tuple(slots_of(question, shape, position) for position in range(shape.stages))
     held: dict[StageRole, _Held] = {}
@@ -228,7 +230,6 @@ def _priced(question: SearchProblem, shape: EqualPipeline, recompute: Recompute,
     # Where no split of the layers fits no time is asked for.
     some = _may_fit(held.values(), layers)
     by_role = {role: _times(question, shape, each, axes, asked=some) for role, each in held.items()}
-    least_s = sum_of_layers(question, least_slopes(question, [shape])).item() / shape.vpp if some else np.inf
     return _Priced(shape, layers, by_role, axes, least_s, crossings_s(question.evaluator, shape), starts)
 
 
@@ -263,9 +264,8 @@ def _held(
     recompute: Recompute,
 ) -> _Held:
     """Slots of one role: those with the same kinds at their ends in one grid."""
-    evaluator, (positions, every) = question.evaluator, slots
-    configs = int(np.prod([axes[name].size for name in AXES]))
-    fits = {position: np.zeros((len(every), configs), dtype=bool) for position in positions}
+    positions, every = slots
+    fits = _that_fit(question, shape, slots, axes, recompute)
     choices = Choices(space=question.space, shape=shape, step=question.step)
     parts = []
     for alike, rows in groups_of(question, shape, every):
@@ -274,12 +274,29 @@ def _held(
         count = len(grid.layers)
         valid = _flat(choices.valid(0, {**axes, "ckpt": axes["ckpt"] - grid.layers}), axes, count)
         valid = valid & _flat(axes["ckpt"] <= grid.layers, axes, count)
-        for position in positions:
-            held = slot_at(shape, position, 1).held
-            peaks = evaluator.peak_bytes(replace(grid, in_flight=np.full_like(grid.in_flight, held)))
-            fits[position][rows] = (valid & _flat(peaks <= evaluator.limit_bytes, axes, count))[places]
+        for here in fits.values():
+            here[rows] &= valid[places]
         parts.append((rows, grid, places, valid))
     return _Held(every, parts, fits)
+
+
+def _that_fit(
+    question: SearchProblem,
+    shape: EqualPipeline,
+    slots: tuple[Sequence[int], Sequence[Slot]],
+    axes: dict[str, Array],
+    recompute: Recompute,
+) -> dict[int, NDArray[np.bool_]]:
+    """By position, slot and configuration. What a stage holds follows from its layers, whatever kinds are at
+    its ends."""
+    evaluator, (positions, every) = question.evaluator, slots
+    grid, places = slots_grid(question, shape, (every, ((), None)), axes, positions[0], recompute)
+    fits = {}
+    for position in positions:
+        held = slot_at(shape, position, 1).held
+        peaks = evaluator.peak_bytes(replace(grid, in_flight=np.full_like(grid.in_flight, held)))
+        fits[position] = _flat(peaks <= evaluator.limit_bytes, axes, len(grid.layers))[places]
+    return fits
 
 
 def _flat(values: NDArray[Number], axes: Mapping[str, Array], rows: int) -> NDArray[Number]:
@@ -339,7 +356,8 @@ class _End(NamedTuple):
     def beats(self, other: _End) -> bool:
         """Whether no stages before make this one slower than the other. More behind a stage never makes a
         step shorter."""
-        return all(one <= two for one, two in zip(self[:4], other[:4], strict=True))
+        longer = self.behind_s > other.behind_s or self.steady_s > other.steady_s
+        return not (longer or self.second_s > other.second_s or self.step_s > other.step_s)
 
 
 NOTHING_BEHIND = _End(0.0, -np.inf, -np.inf, 0.0, ())

@@ -20,7 +20,7 @@ from mist_megatron.cost.predict import grids_of
 from mist_megatron.cost.terms import Linear, totals
 from mist_megatron.errors import InputError
 from mist_megatron.search.assign import Assignment, assign, in_line
-from mist_megatron.search.bounds import EqualBound, LeastTimes, SearchProblem, least_recompute
+from mist_megatron.search.bounds import NOTHING, EqualBound, SearchProblem, least_recompute
 from mist_megatron.search.choices import Array, Choices, per_chunk_counts, slot_at
 from mist_megatron.search.least_memory import least_memory, may_fit, most_layers, stages_of
 from mist_megatron.search.pipelines import EqualPipeline
@@ -36,8 +36,6 @@ from mist_megatron.spec.mesh import StageRole, role_of
 from mist_megatron.spec.recompute import RECOMPUTE_KINDS, RECOMPUTES, Recompute
 from mist_megatron.spec.term import Term
 from mist_megatron.targets.table import TARGETS
-
-NOTHING = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
 
 
 def cut_to_groups(space: Space, job: Job) -> Space:

@@ -19,14 +19,13 @@ import numpy as np
 from mist_megatron.search import node_groups
 from mist_megatron.search.bounds import (
     EqualBound,
-    LeastTimes,
     SearchProblem,
     least_recompute,
     shape_bounds,
 )
 from mist_megatron.search.families import MixedFamily, possible_mixtures
 from mist_megatron.search.infeasible import possible_of
-from mist_megatron.search.kind_bounds import least_steps_s
+from mist_megatron.search.kind_bounds import bounds_of_kinds
 from mist_megatron.search.kind_room import may_fit
 from mist_megatron.search.known import Item, Known, KnownBounds, floors
 from mist_megatron.search.layer_floors import LayerFloors
@@ -372,13 +371,11 @@ def _of_kinds(question: SearchProblem, items: Sequence[Item]) -> Seen:
     """Shapes of a model whose layers differ. Which of them do not fit as they are is told at once, and no
     time is asked of these: what was known of them is hardly less. Of others it is seen when they are
     solved."""
-    nothing = LeastTimes(np.zeros(1), np.zeros(1), np.zeros(1))
     shapes = [item for item in items if isinstance(item, EqualPipeline)]
     here = may_fit(question, shapes).tolist()
     fit = [shape for shape, fits in zip(shapes, here, strict=True) if fits]
-    bounds = [EqualBound(s, 0.0, 0.0, (nothing, nothing, nothing)) for s in least_steps_s(question, fit)]
     short = [(0.0, shape) for shape, fits in zip(shapes, here, strict=True) if not fits]
-    return Seen(list(zip(bounds, fit, strict=True)), short)
+    return Seen(list(zip(bounds_of_kinds(question, fit), fit, strict=True)), short)
 
 
 def _of_groups(question: SearchProblem, items: Sequence[Item]) -> Seen:

@@ -23,8 +23,10 @@ def solve(question: SearchProblem, item: Item, bound: Bound, best_s: float) -> S
     if isinstance(item, MixedFamily) and isinstance(bound, MixedBound):
         return solve_mixed(question, item, bound, best_s)
     assert isinstance(item, EqualPipeline) and isinstance(bound, EqualBound)
-    if item.order or len(question.evaluator.job.model.kinds) > 1:
-        return (solve_groups if item.order else solve_kinds)(question, item, best_s)
+    if item.order:
+        return solve_groups(question, item, best_s)
+    if len(question.evaluator.job.model.kinds) > 1:
+        return solve_kinds(question, item, bound, best_s)
     return solve_equal(question, item, bound, best_s)
 
 

@@ -12,6 +12,7 @@ from test_kinds import LAYERS, job_with, widths_job
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.search.bounds import SearchProblem
+from mist_megatron.search.kind_bounds import bounds_of_kinds
 from mist_megatron.search.kind_room import may_fit
 from mist_megatron.search.kinds import cut_to_kinds, solve_kinds
 from mist_megatron.search.pipelines import EqualPipeline, families, shapes
@@ -70,11 +71,12 @@ def test_what_is_told_not_to_fit_has_no_plan(job: str) -> None:
     some = some_shapes(JOBS[job], question)
     limits = [least_limit(question, shape) for shape in some]
     found = []
-    for shape, limit in zip(some, limits, strict=True):
+    bounds = bounds_of_kinds(question, some)
+    for shape, bound, limit in zip(some, bounds, limits, strict=True):
         evaluator.limit_bytes = limit * (1.0 - NEAR)
-        assert solve_kinds(question, shape, math.inf).solution is None, shape
+        assert solve_kinds(question, shape, bound, math.inf).solution is None, shape
         evaluator.limit_bytes = limit * (1.0 + NEAR)
-        found.append(solve_kinds(question, shape, math.inf).solution is not None)
+        found.append(solve_kinds(question, shape, bound, math.inf).solution is not None)
     evaluator.limit_bytes = max(limits) * (1.0 - NEAR)
     assert may_fit(question, some).tolist() == [evaluator.limit_bytes >= least for least in limits]
     assert sum(found) > 0.5 * len(found)

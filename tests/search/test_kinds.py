@@ -15,7 +15,7 @@ from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import predict
 from mist_megatron.errors import NoFeasiblePlan
 from mist_megatron.search.bounds import SearchProblem
-from mist_megatron.search.kind_bounds import least_steps_s
+from mist_megatron.search.kind_bounds import bounds_of_kinds
 from mist_megatron.search.kinds import solve_kinds
 from mist_megatron.search.pipelines import shapes
 from mist_megatron.search.search import Settings, search
@@ -122,10 +122,10 @@ def test_bounds_count_what_borders_of_nodes_take():
     space = cut_to_target(space_named("mist-ckpt"), job.target)
     question = SearchProblem(evaluator=evaluator, space=space, step=1.0)
     for shape in shapes(job, space, Limits(fixed={"tp": 1, "pp": 6, "vpp": 1, "micro_batch": 1})):
-        (bound_s,) = least_steps_s(question, [shape])
-        solved = solve_kinds(question, shape, math.inf).solution
+        (bound,) = bounds_of_kinds(question, [shape])
+        solved = solve_kinds(question, shape, bound, math.inf).solution
         assert solved is not None
-        assert 0.7 * solved.value_s < bound_s <= solved.value_s * (1.0 + 1e-9)
+        assert 0.7 * solved.value_s < bound.value_s <= solved.value_s * (1.0 + 1e-9)
 
 
 def test_no_plan_is_told_as_such():
