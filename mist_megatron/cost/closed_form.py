@@ -95,8 +95,9 @@ def closed_form(work: StageWork) -> StageTerms:
             add_term(delta, Term.OPTIMIZER_COMPUTE, each)
     slowed_s = slowed_by_reduction(work, work.step.get(Term.GRADIENT_REDUCTION, Linear()).fixed)
     if sent is not None:
-        stable[Term.PIPELINE_P2P] = sent + handed_on_late(work, 1.0)
-        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, handed_on_late(work, -1.0))
+        stable[Term.PIPELINE_P2P], late = sent, handed_on_late(work)
+        add_term(stable, Term.EXPOSED_TRAFFIC, late)
+        add_term(delta, Term.LAST_BACKWARD_TRAFFIC, late.times(-1.0))
     if sent_beyond is not None:
         delta[Term.PIPELINE_P2P] = sent_beyond
     if slowed_s is not ZERO:

@@ -240,7 +240,35 @@ def iteration_time(
     step_hides: bool = True,
 ) -> IterationTime:
     """The time of a step; `stages` from first to last. `step_hides` is whether a stage may step while
-    those before it still drain."""
+    those before it still drain. What may hide in a wait makes no step shorter."""
+    ways = _ways(stages, grad_accum) if closed_form(schedule).ends_s is not None else [stages]
+    times = [_iteration_time(way, grad_accum, schedule, vpp, step_hides) for way in ways]
+    return max(times, key=lambda time: time.total_s)
+
+
+def _ways(stages: Sequence[StageTiming], grad_accum: int) -> list[Sequence[StageTiming]]:
+    """Stages as they are on paths that do not have all of what makes stages wait: of a first stage's second
+    forward pass, which comes late, and what other stages do in their first, one or the other, as these do
+    that meanwhile."""
+    first, *others = stages
+    if not first.second_s or not others or grad_accum < 2:
+        return [stages]
+    prompt = replace(first, stepping=replace(first.stepping, second_s=0.0))
+    begun = [
+        replace(
+            stage,
+            delta_s=stage.delta_s - stage.stepping.begins_s,
+            late=NEVER_LATE,
+            stepping=replace(stage.stepping, begins_s=0.0),
+        )
+        for stage in others
+    ]
+    return [[prompt, *others], [first, *begun]]
+
+
+def _iteration_time(
+    stages: Sequence[StageTiming], grad_accum: int, schedule: ScheduleName, vpp: int, step_hides: bool
+) -> IterationTime:
     slowest = max(range(len(stages)), key=lambda index: stages[index].stable_s)
     stable_s = stages[slowest].stable_s
     form = closed_form(schedule)

@@ -104,30 +104,52 @@ def last_reductions(work: StageWork, *, followed: bool, waits_s: Array = ZERO) -
     return added
 
 
-def handed_on_late(work: StageWork, sign: float) -> Linear:
-    """Of a single micro-batch, whose backward pass is the last one: by how much later the stage before has
-    its result, which t has for it and d has not. Reductions slow that pass down; those of the layer that it
-    ends with still go on and share links with the result."""
-    grid, facts, factors = work.grid, work.context.facts, work.context.interference
-    reduces = [_reduced_s(block.kept) for block in work.blocks]
-    first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
-    alone = (grid.grad_accum == 1.0) & (reduces[last] > 0.0) & (not facts.pipeline.sends_in_turn)
-    if grid.role not in (StageRole.MIDDLE, StageRole.LAST) or grid.interleaved or not any_of(alone):
+def handed_on_late(work: StageWork) -> Linear:
+    """By how much later than t has it the stage before has the result of the last backward pass, which is in
+    d: reductions that begin in that pass slow it down, and go on beside its result, with which they share
+    links. Where gradients leave in every pass, layers wait for them behind those of a head. Of a stage that
+    all wait for that makes the step so much longer: t has an equal part of it for each micro-batch, and d
+    that much less."""
+    grid, factors = work.grid, work.context.interference
+    apart = grid.interleaved or work.context.facts.pipeline.sends_in_turn
+    if grid.role not in (StageRole.MIDDLE, StageRole.LAST) or apart:
         return Linear()
-    slow, slowed = (float(factors[1 << COMPUTE | 1 << GPU_GPU, stream]) for stream in (COMPUTE, GPU_GPU))
-
-    def slower_s(layer: LayerWork, reduce_s: Array) -> Array:
-        together_s = np.minimum(_compute_s(layer) * slow, np.maximum(reduce_s, 0.0) * slowed)
-        return np.where(alone, sign * together_s * (1.0 - 1.0 / slow), 0.0)
-
-    sent_s, crosses = sent_before(work)
-    shared = alone & ((replica_nodes(grid, work.context) > 1.0) == crosses)
-    late = Linear(np.where(shared, sign * np.minimum(sent_s, np.maximum(reduces[first], 0.0)), 0.0))
-    for place, (block, reduce_s) in enumerate(zip(work.blocks, reduces, strict=True)):
-        kept_s, whole_s = (slower_s(layer, reduce_s) for layer in (block.kept, block.recomputed))
-        late = late + of_kind(place, kept_s, whole_s - kept_s)
+    reduces, head_s = [_reduced_s(block.kept) for block in work.blocks], _reduced_s(work.head)
+    first, last = (grid.runs[0][0], grid.runs[-1][1]) if grid.runs else (0, 0)
     begun = work.blocks[last].kept
-    return late + Linear(slower_s(begun, _reduced_s(work.head)) - slower_s(begun, reduces[last]))
+    held_s = np.where(_joins(begun), 0.0, begun.backward.reduce_s)
+    waits = (head_s > 0.0) & (held_s > 0.0)
+    if not any(any_of(one) for one in reduces) and not any_of(waits):
+        return Linear()
+    late = Linear()
+    for place, (block, reduce_s) in enumerate(zip(work.blocks, reduces, strict=True)):
+        kept_s, whole_s = (
+            _slower_s(_compute_s(one), reduce_s, factors) / grid.grad_accum
+            for one in (block.kept, block.recomputed)
+        )
+        late = late + of_kind(place, kept_s, whole_s - kept_s)
+    begins_s, left_s = ZERO, np.maximum(reduces[first], 0.0)
+    if last >= 0:
+        own_s, other_s = (_slower_s(_compute_s(begun), one, factors) for one in (reduces[last], head_s))
+        begins_s = other_s - own_s
+    if any_of(waits):
+        # Of one or two layers none waits; t has one rate for any number of them.
+        queued_s = _behind_head_s(_compute_s(begun), head_s, held_s, _copies_s(begun), factors)
+        begins_s = np.where(waits, queued_s, begins_s)
+        left_s = np.where(
+            waits, held_s + np.maximum(held_s - _room(factors) * _compute_s(begun), 0.0), left_s
+        )
+    sent_s, crosses = sent_before(work)
+    shared = (replica_nodes(grid, work.context) > 1.0) == crosses
+    sent_late_s = np.where(shared, np.minimum(sent_s, left_s), 0.0) if first >= 0 else ZERO
+    return late + Linear((begins_s + sent_late_s) / grid.grad_accum)
+
+
+def _slower_s(compute_s: Array, reduce_s: Array, factors: Array) -> Array:
+    """What a reduction adds to compute while both go on."""
+    slow_compute, slow = (float(factors[0b0011, stream]) for stream in (COMPUTE, GPU_GPU))
+    together_s = np.minimum(compute_s * slow_compute, np.maximum(reduce_s, 0.0) * slow)
+    return np.asarray(together_s * (1.0 - 1.0 / slow_compute))
 
 
 def _room(factors: Array) -> float:

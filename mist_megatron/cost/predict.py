@@ -25,7 +25,6 @@ from mist_megatron.cost.iteration import (
     balance,
     iteration_time,
 )
-from mist_megatron.cost.last_reductions import handed_on_late
 from mist_megatron.cost.layerwise import parts_of
 from mist_megatron.cost.placed import placed_stages
 from mist_megatron.cost.refinement import Refinement
@@ -73,8 +72,6 @@ class StagePrediction:
     """Part of `delta_s` for which the first forward pass stands still."""
     in_turn_s: float = 0.0
     """Part of `stable_s` that is not there while the pipeline fills and drains."""
-    handed_late_s: float = 0.0
-    """What of `pipeline_p2p` is not sent: a single micro-batch is handed back later."""
     forward_exchange_s: float | None = None
     """What of `pipeline_p2p` is of forward passes, where neighbours or borders differ; else its role
     tells."""
@@ -302,7 +299,7 @@ def _with_exchanges(
 ) -> tuple[StagePrediction, ...]:
     """A stage that differs from a neighbour, with what really crosses its borders."""
     stage = stages[position]
-    more_s = there_s + back_s + stage.handed_late_s - stage.stable_terms_s.get(Term.PIPELINE_P2P, 0.0)
+    more_s = there_s + back_s - stage.stable_terms_s.get(Term.PIPELINE_P2P, 0.0)
     beyond_s = stage.beyond_s[0] + more_s, stage.beyond_s[1]
     changed = replace(stage, beyond_s=beyond_s, forward_exchange_s=there_s)
     return (*stages[:position], changed, *stages[position + 1 :])
@@ -324,7 +321,7 @@ def timing_of(stages: Sequence[StagePrediction], position: int) -> StageTiming:
         forward_s += stage.forward_exchange_s
         del shares[Term.PIPELINE_P2P]
     for name, share in shares.items():
-        apart_s = stage.in_turn_s + stage.handed_late_s if name is Term.PIPELINE_P2P else 0.0
+        apart_s = stage.in_turn_s if name is Term.PIPELINE_P2P else 0.0
         forward_s += share * (terms.get(name, 0.0) - apart_s)
     stable_s = stage.stable_s + stage.beyond_s[0]
     forward_s = min(forward_s, stable_s)
@@ -372,7 +369,6 @@ def predicted_stage(grid: StageGrid, evaluator: StageEvaluator) -> StagePredicti
         ending_s=sum(delta_terms_s.get(name, 0.0) for name in ending_terms(delta_terms_s, facts)),
         first_s=sum(delta_terms_s.get(name, 0.0) for name in first_terms(facts)),
         in_turn_s=in_turn_share(facts) * stable_terms_s.get(Term.PIPELINE_P2P, 0.0),
-        handed_late_s=handed_on_late(work, 1.0).at(grid).item(),
         weight_grad_s=parts["weight_grad_s"].item(),
         peak_memory_bytes=evaluator.peak_bytes(grid).item(),
         limit_bytes=evaluator.limit_bytes,

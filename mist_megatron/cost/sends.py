@@ -85,16 +85,14 @@ def sent_forward_s(work: StageWork) -> Array:
 
 
 def sent_before(work: StageWork) -> tuple[Array, Array]:
-    """What a stage sends to the one before it, and whether that goes between nodes; nothing where it may or
-    may not, for all that its role tells."""
+    """What a stage sends to the one before it, and whether that goes between nodes, as its role tells, which
+    is what searches know; nothing where it may or may not."""
     grid, boundary = work.grid, work.boundary
     if grid.placed is not None:
         crosses = np.asarray(any(span.nodes > 1 for span in grid.placed.before))
         return sum(_placed_hops(work, (grid.placed.before,)), start=ZERO), crosses
-    share = np.asarray(
-        float(grid.crossed[0]) if grid.crossed else _crossing_share(grid, work.context, grid.role)
-    )
-    known = (share == 1.0) | (grid.role is StageRole.LAST) | bool(grid.crossed)
+    share = np.asarray(_crossing_share(grid, work.context, grid.role))
+    known = (share == 0.0) | (share == 1.0) | (grid.role is StageRole.LAST)
     return np.where(known, np.where(share == 1.0, boundary.across_s, boundary.inside_s), 0.0), share == 1.0
 
 

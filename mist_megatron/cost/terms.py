@@ -60,6 +60,11 @@ class Linear:
                 value = value + count.ckpt * slope.per_ckpt
         return value
 
+    def times(self, factor: float) -> Linear:
+        """All of it so many times."""
+        others = tuple(Slope(factor * one.per_layer, factor * one.per_ckpt) for one in self.others)
+        return Linear(factor * self.fixed, factor * self.per_layer, factor * self.per_ckpt, others)
+
     def __add__(self, other: Linear) -> Linear:
         pairs = zip_longest(self.others, other.others, fillvalue=NO_SLOPE)
         return Linear(
