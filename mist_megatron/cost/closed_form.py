@@ -37,7 +37,15 @@ from mist_megatron.cost.edges import (
 )
 from mist_megatron.cost.last_reductions import counted_apart, handed_on_late, last_reductions
 from mist_megatron.cost.layer_runs import Way, mixed, once_a_run
-from mist_megatron.cost.neighbours import LayerRun, among_others, of_phases, usually_among
+from mist_megatron.cost.neighbours import (
+    LayerRun,
+    add_gathered_at_borders,
+    among_others,
+    ended_by,
+    later,
+    of_phases,
+    usually_among,
+)
 from mist_megatron.cost.phases import (
     NOTHING_BETWEEN,
     Between,
@@ -78,6 +86,7 @@ def closed_form(work: StageWork) -> StageTerms:
     between = _between_passes(work, least_sent(work))
     for place in range(len(work.blocks)):
         _block_terms(work, place, between, stable, delta)
+    add_gathered_at_borders(work, stable, delta)
     if work.embedding is not None:
         _edge_terms(work, work.embedding, (Term.EMBEDDING, Term.EMBEDDING_TRAFFIC), stable, delta)
     if work.head is not None:
@@ -290,28 +299,8 @@ def _runs(work: StageWork, place: int, between: tuple[Between, Between]) -> tupl
         return run, run
     again = among_others(work, place, whole, lambda one: _run(work, one, whole, between, followed))
     if sends:
-        run = _later(_ended_by(run, again), comes_back_s(work, place))
+        run = later(ended_by(run, again), comes_back_s(work, place))
     return run, again
-
-
-def _ended_by(run: LayerRun, other: LayerRun) -> LayerRun:
-    """Forward passes over layers that others follow: it is one of those beside which nothing comes in, and
-    which sends off what leaves beside the next pass."""
-
-    def ended(own: Phase, last: Phase) -> Phase:
-        return replace(own, last_s=own.inside_s + last.last_s - last.inside_s)
-
-    return replace(run, forward=ended(run.forward, other.forward), first=ended(run.first, other.first))
-
-
-def _later(run: LayerRun, seconds: Array) -> LayerRun:
-    """With so much more once per run in backward passes."""
-    backward, last = run.backward, run.last
-    return replace(
-        run,
-        backward=replace(backward, alone_s=backward.alone_s + seconds),
-        last=replace(last, alone_s=last.alone_s + seconds),
-    )
 
 
 def _averaged(run: LayerRun, others: Sequence[tuple[float, LayerRun]]) -> LayerRun:

@@ -6,13 +6,17 @@ layers are alike that is what a layer itself needs and makes; where kinds come i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from mist_megatron.cost.phases import Phase
-from mist_megatron.cost.terms import ZERO
-from mist_megatron.cost.work import LayerWork, StageWork
+import numpy as np
+
+from mist_megatron.cost.phases import Phase, phase
+from mist_megatron.cost.terms import ZERO, Linear, add_term
+from mist_megatron.cost.traffic import gathers_on_arrival
+from mist_megatron.cost.work import LayerWork, PassWork, StageWork
 from mist_megatron.price.prices import Array, any_of
+from mist_megatron.spec.term import Term
 from mist_megatron.spec.turns import Neighbours, neighbours_of
 
 
@@ -61,6 +65,26 @@ def of_phases(run: LayerRun, each: Callable[[Callable[[LayerRun], Phase]], Phase
     return replace(run, forward=forward, backward=backward, first=first, last=last)
 
 
+def ended_by(run: LayerRun, other: LayerRun) -> LayerRun:
+    """Forward passes over layers that others follow: it is one of those beside which nothing comes in, and
+    which sends off what leaves beside the next pass."""
+
+    def ended(own: Phase, last: Phase) -> Phase:
+        return replace(own, last_s=own.inside_s + last.last_s - last.inside_s)
+
+    return replace(run, forward=ended(run.forward, other.forward), first=ended(run.first, other.first))
+
+
+def later(run: LayerRun, seconds: Array) -> LayerRun:
+    """With so much more once per run in backward passes."""
+    backward, last = run.backward, run.last
+    return replace(
+        run,
+        backward=replace(backward, alone_s=backward.alone_s + seconds),
+        last=replace(last, alone_s=last.alone_s + seconds),
+    )
+
+
 def among_others(
     work: StageWork, place: int, layer: LayerWork, run_of: Callable[[LayerWork], LayerRun]
 ) -> LayerRun:
@@ -82,6 +106,41 @@ def usually_among(work: StageWork, place: int, layer: LayerWork) -> LayerWork:
     """A layer of the kind at that place as `among_others` has most of them."""
     found = _neighbours(work, place)
     return _between(work, max(found, key=lambda near: near.share), layer) if found else layer
+
+
+def add_gathered_at_borders(work: StageWork, stable: dict[Term, Linear], delta: dict[Term, Linear]) -> None:
+    """What t and d lack of kinds of layers that follow each other in runs: beside the layer that a pass ends
+    a run with come the weights of the next run, in place of its own kind's."""
+    grid, facts = work.grid, work.context.facts
+    alone = len(work.blocks) == 1 or grid.interleaved or grid.parts or facts.step.taken == "while_waiting"
+    if alone or takes_turns(work):
+        return
+    there, back = range(len(work.blocks) - 1, -1, -1), range(len(work.blocks))
+    forward, first = (
+        _at_borders_s(work, there, of) for of in (lambda one: one.forward, lambda one: one.first)
+    )
+    backward, last = (
+        _at_borders_s(work, back, of) for of in (lambda one: one.backward, lambda one: one.last)
+    )
+    stops = gathers_on_arrival(grid, facts)
+    add_term(stable, Term.EXPOSED_TRAFFIC, Linear(forward + backward))
+    add_term(delta, Term.FIRST_GATHER if stops else Term.FIRST_FORWARD_TRAFFIC, Linear(first - forward))
+    add_term(delta, Term.LAST_BACKWARD_TRAFFIC, Linear(last - backward))
+
+
+def _at_borders_s(work: StageWork, places: Iterable[int], of: Callable[[LayerWork], PassWork]) -> Array:
+    """Of one pass over runs, from the one that it ends with."""
+    passes = [of(block.kept) for block in work.blocks]
+    seconds, gather_s, begun = ZERO, ZERO, np.zeros((), dtype=bool)
+    if not any(any_of(one.gather_s) for one in passes):
+        return seconds
+    for place in places:
+        own, here = passes[place], work.grid.by_kind[place].layers > 0.0
+        beside = replace(own, gather_s=gather_s)
+        one_s, usual_s = (phase(one, work.context.interference, ZERO, ZERO).inside_s for one in (beside, own))
+        seconds = seconds + np.where(here & begun, one_s - usual_s, 0.0)
+        gather_s, begun = np.where(here, own.gather_s, gather_s), here | begun
+    return seconds
 
 
 def takes_turns(work: StageWork) -> bool:
