@@ -140,6 +140,8 @@ def _together(times: list[Array], active: list[int], factors: Array, then: Array
     for other in stretched[1:]:
         total = np.minimum(total, other)
     rest = [(time - total) / factor for time, factor in zip(stretched, slow, strict=True)]
+    if len(active) == 3 and then is None:
+        return total + _two_left(rest, active, factors)
     undecided = np.ones(total.shape, dtype=bool)
     step, total = total, total.copy()
     for position in range(len(active)):
@@ -151,6 +153,18 @@ def _together(times: list[Array], active: list[int], factors: Array, then: Array
         left = [rest[index][rows] for index in others]
         after = None if then is None else then[rows]
         total[rows] += _together(left, [active[index] for index in others], factors, after)
+    return total
+
+
+def _two_left(rest: list[Array], active: list[int], factors: Array) -> Array:
+    """Of three streams of which one is done, whichever it is in each row: of pairs with that one, of which
+    nothing is left, neither slows the other down."""
+    total = rest[0] + rest[1] + rest[2]
+    for one, two in ((0, 1), (0, 2), (1, 2)):
+        row = (1 << active[one]) | (1 << active[two])
+        slow_one, slow_two = float(factors[row, active[one]]), float(factors[row, active[two]])
+        together = np.minimum(rest[one] * slow_one, rest[two] * slow_two)
+        total += together * (1.0 - 1.0 / slow_one - 1.0 / slow_two)
     return total
 
 
