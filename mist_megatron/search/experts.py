@@ -52,7 +52,11 @@ def expert_sizes(
     split = _sizes(execution.expert_tensor_parallel, space, math.gcd(gpus, model.routed.ffn_hidden))
     sizes = []
     for etp in split:
+        if etp > job.cluster.linked_gpus or not limits.allows("etp", etp):
+            continue
         for ep in shared:
+            if ep * etp > gpus or not limits.allows("ep", ep):
+                continue
             case = ExpertCase(
                 model=model,
                 ep=ep,
@@ -63,8 +67,7 @@ def expert_sizes(
                 stage_gpus=gpus,
                 imbalance=execution.expert_imbalance,
             )
-            allowed = limits.allows("ep", ep) and limits.allows("etp", etp)
-            if allowed and etp <= job.cluster.linked_gpus and next(broken(case), None) is None:
+            if next(broken(case), None) is None:
                 sizes.append((ep, etp))
     return tuple(sizes)
 

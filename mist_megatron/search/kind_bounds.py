@@ -15,7 +15,7 @@ from mist_megatron.search.borders import all_crossings_s
 from mist_megatron.search.bounds import NOTHING, EqualBound, SearchProblem, crossing_s, least_recompute
 from mist_megatron.search.choices import AXES, Array, Ints
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.slots import Alike, Slot, groups_of, slots_grid, slots_of
+from mist_megatron.search.slots import Alike, Slot, groups_of, slots_at, slots_grid
 from mist_megatron.search.stage_prices import Times, with_axes
 from mist_megatron.spec.kinds import STAYS
 
@@ -93,10 +93,7 @@ def _slots(
     """Of the stages at these positions of pipelines of so many stages."""
     one_of = {shape.stages: shape for shape in shapes}
     return {
-        stages: frozenset(
-            slot for k in positions(stages) for some in slots_of(question, shape, k).values() for slot in some
-        )
-        for stages, shape in one_of.items()
+        stages: frozenset(slots_at(question, shape, positions(stages))) for stages, shape in one_of.items()
     }
 
 

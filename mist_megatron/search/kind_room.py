@@ -18,7 +18,7 @@ from mist_megatron.search.bounds import SearchProblem
 from mist_megatron.search.choices import AXES, Array, Choices, slot_at
 from mist_megatron.search.kind_bounds import across
 from mist_megatron.search.pipelines import EqualPipeline
-from mist_megatron.search.slots import Alike, Slot, slots_grid, slots_of
+from mist_megatron.search.slots import Alike, slots_at, slots_grid
 from mist_megatron.spec.kinds import STAYS
 from mist_megatron.spec.mesh import role_of
 from mist_megatron.spec.recompute import Recompute
@@ -38,7 +38,7 @@ def may_fit(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> NDArray
         groups.setdefault(key, []).append(row)
     for rows in groups.values():
         one = shapes[rows[0]]
-        slots = len(_slots(question, one, range(one.stages)))
+        slots = len(slots_at(question, one, range(one.stages)))
         each = max(AT_ONCE // (slots * (1 + question.evaluator.job.model.layers // one.stages)), 1)
         for begin in range(0, len(rows), each):
             some: list[int] = rows[begin : begin + each]
@@ -54,12 +54,6 @@ def ckpt_axes(question: SearchProblem, shape: EqualPipeline, recompute: Recomput
     counts = choices.counts(layers // shape.stages, recompute=recompute)
     whole = question.space.ckpt != "any" and layers % shape.stages
     return choices.axes(counts[counts == 0.0] if whole else counts)
-
-
-def _slots(question: SearchProblem, shape: EqualPipeline, positions: Sequence[int]) -> list[Slot]:
-    """Of any of these positions."""
-    every = (slots_of(question, shape, position).values() for position in positions)
-    return sorted({slot for of_first in every for slots in of_first for slot in slots})
 
 
 def _some_fit(question: SearchProblem, shapes: Sequence[EqualPipeline]) -> NDArray[np.bool_]:
@@ -109,7 +103,7 @@ def _ends(
     evaluator, (positions, held) = question.evaluator, stages
     question.tick()
     # What a stage holds follows from its layers, whatever kinds are at its ends.
-    every: Alike = _slots(question, shapes[0], positions), ((), None)
+    every: Alike = slots_at(question, shapes[0], positions), ((), None)
     grid, _ = slots_grid(question, shapes[0], every, axes, positions[0], recompute)
     grid = replace(across(grid, shapes), in_flight=np.array(held))
     fits = (evaluator.peak_bytes(grid) <= evaluator.limit_bytes) & (axes["ckpt"] <= grid.layers)

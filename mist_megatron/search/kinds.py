@@ -38,7 +38,7 @@ from mist_megatron.search.kind_bounds import once_of, others_of
 from mist_megatron.search.kind_room import ckpt_axes
 from mist_megatron.search.pipelines import EqualPipeline
 from mist_megatron.search.points import Ends, path_s, steady_s
-from mist_megatron.search.slots import Slot, groups_of, slots_grid, slots_of
+from mist_megatron.search.slots import Slot, groups_of, slots_at, slots_grid, slots_of
 from mist_megatron.search.solution import Solution, Solved, StageChoice, plan_of, told
 from mist_megatron.search.space import Space
 from mist_megatron.search.stage_fronts import Tally
@@ -222,7 +222,7 @@ def _priced(
     held: dict[StageRole, _Held] = {}
     for role in dict.fromkeys(role_of(position, shape.stages) for position in range(shape.stages)):
         positions = [k for k in range(shape.stages) if role_of(k, shape.stages) is role]
-        every = sorted({slot for k in positions for slots in starts[k].values() for slot in slots})
+        every = slots_at(question, shape, positions)
         held[role] = _held(question, shape, (positions, every), axes, recompute)
         for fits in held[role].fits.values():
             tally.priced += fits.size

@@ -6,7 +6,7 @@ first layer and a number of layers. Those with the same kinds at their ends are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
@@ -47,6 +47,18 @@ def _slots(layers: int, stages: int, position: int, uneven: bool) -> dict[int, l
         else [(first, count) for count in range(1, layers - first - behind + 1)]
         for first in firsts
     }
+
+
+def slots_at(question: SearchProblem, shape: EqualPipeline, positions: Iterable[int]) -> tuple[Slot, ...]:
+    """Slots of stages at any of these positions, in order."""
+    uneven = question.space.uneven_layers and shape.vpp == 1
+    return _slots_at(question.evaluator.job.model.layers, shape.stages, tuple(positions), uneven)
+
+
+@lru_cache(maxsize=MOST)
+def _slots_at(layers: int, stages: int, positions: tuple[int, ...], uneven: bool) -> tuple[Slot, ...]:
+    every = (_slots(layers, stages, position, uneven).values() for position in positions)
+    return tuple(sorted({slot for of_first in every for some in of_first for slot in some}))
 
 
 Around = tuple[tuple[Kinds, ...], int | None]
