@@ -111,6 +111,15 @@ def test_copies_of_tokens_that_leave_a_rank():
     assert sent(ranks=16, nodes=2, once=1)[1] == pytest.approx(node)
 
 
+def test_dispatchers_are_told_apart_in_one_call():
+    """Some that send a copy for each expert beside some that send one to each rank."""
+    one = [np.asarray(float(value)) for value in (1.0, 8, 256)]
+    both = AllToAll(*one, np.array([0.0, 1.0]), np.asarray(16.0), np.asarray(2.0))
+    inside, outside = exchanged_bytes(both)
+    alone = [sent(ranks=16, nodes=2, once=once) for once in (0, 1)]
+    assert list(zip(inside, outside, strict=True)) == [pytest.approx(each) for each in alone]
+
+
 @pytest.mark.parametrize("nodes", [2, 4, 8, 16])
 def test_tokens_that_choose_groups_first_meet_fewer_nodes(nodes):
     """DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups. By all ways to choose the groups."""

@@ -59,6 +59,25 @@ def test_a_factor_changes_its_own_kind_only(kind: str) -> None:
         assert scaled[name] / seconds == pytest.approx(wanted, rel=0.01), name
 
 
+def test_the_least_and_the_largest_factor_are_taken() -> None:
+    for factor in ("1e-06", "1e6"):
+        assert parse_scales([f"op=matmul:{factor}"]).operators["matmul"] == float(factor)
+    for factor in ("9.9e-07", "1.01e6"):
+        with pytest.raises(InputError, match="wanted a number from 1e-06 to 1e"):
+            parse_scales([f"op=matmul:{factor}"])
+
+
+@pytest.mark.parametrize("sizes", [(1025, 1024), (1024, 1025), (1031, 1024)])
+def test_many_products_whose_sizes_eight_does_not_divide_have_no_tensor_cores(sizes: tuple[int, int]) -> None:
+    """Whatever is left over; one product alone is padded."""
+
+    def seconds(*size: int) -> float:
+        return float(PRICES.of(Gemm(*(one(float(each)) for each in size))).seconds)
+
+    assert seconds(1024, *sizes, 8) > 10.0 * seconds(1024, 1024, 1024, 8)
+    assert seconds(1024, *sizes, 1) < 1.1 * seconds(1024, 1024, 1024, 1)
+
+
 def test_latency_stays() -> None:
     """A message of one byte takes as long over a link of ten times the bandwidth."""
     scaled = scaled_prices(PRICES, parse_scales(["link=intra:10"]))
