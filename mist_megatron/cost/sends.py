@@ -12,7 +12,7 @@ from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.placed import Spans, send_seconds
 from mist_megatron.cost.terms import ZERO, Linear, StageLoads, TimeContext, of_kind
 from mist_megatron.cost.traffic import replica_nodes
-from mist_megatron.cost.work import LayerWork, StageWork
+from mist_megatron.cost.work import LayerWork, StageWork, recomputed_layer
 from mist_megatron.price.overlap import COMPUTE, DEVICE_TO_HOST, GPU_GPU, until_done
 from mist_megatron.price.prices import Array, any_of
 from mist_megatron.spec.mesh import StageRole, boundary_crossing_share
@@ -163,9 +163,9 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
 
     Filling and draining are the trip of one micro-batch through p v chunks and back, and p pairs of the
     chunk that waits for nothing but the link. A layer hides its share of a send, which keeps all this linear
-    in recomputed layers (chunks are equal, so a stage has no other number of layers); embedding or head hide
-    waits too. Where chunks are not equal, filling and draining are those of the largest stage: one that has
-    fewer layers passes on as many chunks."""
+    in layers and in recomputed ones; embedding or head hide waits too. What a stage waits is, where layers
+    are alike, what the largest of even splits does: any other sends as often. (Layers that are run again
+    hide more.) Where chunks are not equal, filling and draining are of that stage, too."""
     grid, work = sends.work.grid, sends.work
     equal = work.context.model_layers % (grid.stages * grid.vpp) == 0
     others = len(work.blocks) == 1 and bool(np.all(np.logical_not(equal) & (np.asarray(grid.stages) > 2)))
@@ -173,10 +173,15 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
     for place, block in enumerate(work.blocks):
         kept_s, kept_d = _per_layer(sends, block.kept)
         more_s = more_d = ZERO
-        if block.recomputed is not block.kept:
-            whole_s, whole_d = _per_layer(sends, block.recomputed)
+        if len(work.blocks) == 1 or block.recomputed is not block.kept:
+            # Whether any is run again or not: what a stage waits follows from both.
+            whole_s, whole_d = _per_layer(sends, recomputed_layer(grid, block.kept.load, work.context))
             more_s, more_d = whole_s - kept_s, whole_d - kept_d
-        stable = stable + of_kind(place, kept_s, more_s)
+        if len(work.blocks) == 1:
+            least_s = layers_of_most(work) * (kept_s + np.minimum(more_s, 0.0))
+            stable = stable + Linear(least_s, np.maximum(-more_s, 0.0), more_s)
+        else:
+            stable = stable + of_kind(place, kept_s, more_s)
         layers = Linear(layers_of_most(work) * kept_d, per_ckpt=more_d)
         delta = delta + (layers if others else of_kind(place, kept_d, more_d))
     return stable, delta

@@ -60,7 +60,7 @@ class Times:
         if not grid.role.has_embedding:
             without = (*without, *first_terms(context.facts))
         delta = {name: term for name, term in terms.delta.items() if name not in without}
-        sent = terms.stable.get(Term.PIPELINE_P2P, Linear())
+        sent = Linear() if grid.interleaved else terms.stable.get(Term.PIPELINE_P2P, Linear())
         turn = in_turn_share(context.facts)
         return Times(
             totals(terms.stable),

@@ -27,7 +27,7 @@ MEGATRON_ARGS=(
   --tensor-model-parallel-size 2
   --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10L'
+  --pipeline-model-parallel-layout 'Et*15|t*15|t*15|t*15L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce

@@ -24,16 +24,13 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 2
+  --micro-batch-size 1
   --global-batch-size 1024
   --tensor-model-parallel-size 4
-  --pipeline-model-parallel-size 4
+  --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Et*14|t*14|t*13|t*13|t*13|t*13L'
   --use-distributed-optimizer
-  --optimizer-cpu-offload
-  --use-precision-aware-optimizer
-  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
   --overlap-param-gather

@@ -299,14 +299,18 @@ def test_interleaved_boundaries() -> None:
     assert delta["pipeline_p2p"] == 2 * 5 * 7
 
 
+EVEN = replace(GRID, vpp=2, layers=array(3))
+"""As many as the largest of 3 stages has of a model of 8."""
+
+
 def test_interleaved_sends_longer_than_a_layer() -> None:
     """2 chunks on 3 stages of a model of 8 layers, of which the largest has 3: a layer has 2/3 of a send,
     14/3 s, to hide behind a forward pass of 2 s and 1 s of its collectives, and behind a backward pass of
     4 s: 5/3 s and 2/3 s are left, less what the host does between passes."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 3, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
-    stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 7 / 3, abs=HOST_S)
+    stable, delta = terms_of("megatron", EVEN, block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(3 * 7 / 3, abs=HOST_S)
     # A trip through 6 chunks takes 5 hops each way, instead of what 5 pairs of passes wait: where chunks are
     # not equal, those of the largest stage, whatever a stage has.
     assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 5 * 3 * 7 / 3 / 2, abs=5 * HOST_S)
@@ -316,8 +320,8 @@ def test_interleaved_sends_between_the_two_passes() -> None:
     """Longer than forward by 5/3 s, shorter than backward: one chunk in two waits for its round trip."""
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 8, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
-    stable, delta = terms_of("megatron", replace(GRID, vpp=2), block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 5 / 3 / 2, abs=HOST_S)
+    stable, delta = terms_of("megatron", EVEN, block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(3 * 5 / 3 / 2, abs=HOST_S)
     assert delta["pipeline_p2p"] == pytest.approx(5 * 2 * 7 - 8 * 3 * 5 / 3 / 2 / 2, abs=5 * HOST_S)
 
 
@@ -339,8 +343,8 @@ def test_what_is_made_again_hides_sends_with_all_its_work() -> None:
     backward pass of 1 s, its collective and both of the layer's once more leave 2/3."""
     each = ("forward_s", "forward_collective_s", "backward_s", "backward_collective_s")
     block = replace(BLOCK, **{name: array(1) for name in each})
-    stable, _ = terms_of("megatron", replace(GRID, vpp=2, ckpt=GRID.layers), block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * 10 / 3, abs=HOST_S)
+    stable, _ = terms_of("megatron", replace(EVEN, ckpt=EVEN.layers), block=block)
+    assert stable["pipeline_p2p"] == pytest.approx(3 * 10 / 3, abs=HOST_S)
 
 
 def test_of_two_stages_a_chunk_sends_once() -> None:
@@ -349,9 +353,9 @@ def test_of_two_stages_a_chunk_sends_once() -> None:
     while it still sends."""
     slow = {"forward_s": 1, "forward_collective_s": 0, "backward_s": 3, "backward_collective_s": 0}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
-    grid = replace(GRID, stages=2, vpp=2, role=StageRole.FIRST)
+    grid = replace(EVEN, stages=2, layers=array(4), role=StageRole.FIRST)
     stable, _ = terms_of("megatron", grid, block=block)
-    assert stable["pipeline_p2p"] == pytest.approx(GRID.layers * (3.0 + 1.25) / 2, abs=HOST_S)
+    assert stable["pipeline_p2p"] == pytest.approx(4 * (3.0 + 1.25) / 2, abs=HOST_S)
 
 
 def test_a_head_fills_waits_for_the_link() -> None:
@@ -360,13 +364,25 @@ def test_a_head_fills_waits_for_the_link() -> None:
     slow = {"forward_s": 2, "forward_collective_s": 1, "backward_s": 2, "backward_collective_s": 1}
     block = replace(BLOCK, **{name: array(seconds) for name, seconds in slow.items()})
     head = replace(BLOCK, forward_s=array(0.1), backward_s=array(0.2))
-    grid = replace(GRID, vpp=2)
-    middle, _ = terms_of("megatron", grid, block=block)
-    last, _ = terms_of("megatron", replace(grid, role=StageRole.LAST), block=block, head=head)
-    assert middle["pipeline_p2p"] == pytest.approx(GRID.layers * 10 / 3, abs=HOST_S)
+    middle, _ = terms_of("megatron", EVEN, block=block)
+    last, _ = terms_of("megatron", replace(EVEN, role=StageRole.LAST), block=block, head=head)
+    assert middle["pipeline_p2p"] == pytest.approx(3 * 10 / 3, abs=HOST_S)
     # The largest stage has 3 layers: each hides a third of the head.
     hidden_s = middle["pipeline_p2p"] - last["pipeline_p2p"]
-    assert hidden_s == pytest.approx(GRID.layers * (7 / 3 + 0.3 / 3))
+    assert hidden_s == pytest.approx(3 * (7 / 3 + 0.3 / 3))
+
+
+def test_stages_with_other_numbers_of_layers_wait_as_long() -> None:
+    """14/3 s a layer, of which a forward pass of 1 s and its collective leave 8/3, a backward pass as long
+    8/3, and 2/3 where the layer is made again. The largest stage of even ones has 3 layers, which wait 10 s
+    if all are made again; so does any other stage, and each layer that is not made again hides 2 s less."""
+    each = ("forward_s", "forward_collective_s", "backward_s", "backward_collective_s")
+    block = replace(BLOCK, **{name: array(1) for name in each})
+    for layers, again in ((3, 0), (3, 3), (2, 0), (5, 0), (5, 5), (5, 2), (9, 9)):
+        grid = replace(EVEN, layers=array(layers), ckpt=array(again))
+        stable, _ = terms_of("megatron", grid, block=block)
+        wanted_s = 3 * 10 / 3 + 2.0 * (layers - again)
+        assert stable["pipeline_p2p"] == pytest.approx(wanted_s, abs=2 * HOST_S), (layers, again)
 
 
 def test_tensor_parallel_overlap_moves_collectives_beside_compute() -> None:
