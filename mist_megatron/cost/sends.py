@@ -72,7 +72,10 @@ def mean_hop_s(work: StageWork) -> Array:
 
 
 def least_sent(work: StageWork) -> Linear:
-    """What a stage of a role sends in t wherever it stands, which is all that a search prices by role."""
+    """What a stage of a role stops for in t to send, wherever it stands, which is all that a search prices by
+    role; stages with chunks wait for what others send."""
+    if _beside_chunks(work.grid, work.context):
+        return Linear()
     if work.grid.crossed:
         work = replace(work, grid=replace(work.grid, crossed=()))
     return sent_to_neighbours(work)[0] or Linear()
