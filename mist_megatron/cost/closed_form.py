@@ -127,8 +127,11 @@ def _between_passes(work: StageWork, sent: Linear) -> tuple[Between, Between]:
     send_s = ZERO if Term.PIPELINE_P2P in work.context.without else sent.fixed / (exchanges * grid.vpp)
     arrives = work.context.facts.host_copies.on_arrival
     usual = Between(send_s, work.host_s / (2 * grid.vpp), ZERO, on_arrival=arrives)
-    forward = usual if loads.embedding is None else Between(ZERO, ZERO, loads.embedding.forward_s)
-    backward = usual if loads.head is None else Between(ZERO, ZERO, loads.head.backward_s)
+    # Of chunks one has the embedding, and one the head.
+    others = ((grid.vpp - 1.0) / grid.vpp, usual) if grid.interleaved else None
+    embedding, head = loads.embedding, loads.head
+    forward = usual if embedding is None else Between(ZERO, ZERO, embedding.forward_s, others=others)
+    backward = usual if head is None else Between(ZERO, ZERO, head.backward_s, others=others)
     return forward, backward
 
 

@@ -85,9 +85,19 @@ class Between:
 
     on_arrival: bool = False
     """Copies in begin when the pass's input has come, not while it is sent."""
+    others: tuple[float | Array, Between] | None = None
+    """Where passes of a stage differ, as those of chunks of which one has embedding or head: the share of
+    the others, and what they do."""
 
     def exposed_s(self, arriving: PassWork, leaving: PassWork, factors: Array) -> Array:
         """What the first arrival of the next pass and the last departure of the one before add to that."""
+        own_s = self._exposed_s(arriving, leaving, factors)
+        if self.others is None:
+            return own_s
+        share, others = self.others
+        return own_s + share * (others.exposed_s(arriving, leaving, factors) - own_s)
+
+    def _exposed_s(self, arriving: PassWork, leaving: PassWork, factors: Array) -> Array:
         gather, copy_in = dropped_if_idle(arriving.gather_s), dropped_if_idle(arriving.copy_in_s)
         copy_out = dropped_if_idle(leaving.copy_out_s)
         beside = ZERO if self.on_arrival else copy_in

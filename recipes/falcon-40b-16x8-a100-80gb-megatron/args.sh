@@ -24,10 +24,10 @@ MEGATRON_ARGS=(
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 1024
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 2
-  --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*15|t*15|t*15|t*15L'
+  --tensor-model-parallel-size 1
+  --pipeline-model-parallel-size 8
+  --context-parallel-size 2
+  --pipeline-model-parallel-layout 'Et|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|t|t|tt|tt|tt|tt|tL'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
