@@ -176,9 +176,12 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
     for place, block in enumerate(work.blocks):
         kept_s, kept_d = _per_layer(sends, block.kept)
         more_s = more_d = ZERO
-        if len(work.blocks) == 1 or block.recomputed is not block.kept:
-            # Whether any is run again or not: what a stage waits follows from both.
-            whole_s, whole_d = _per_layer(sends, recomputed_layer(grid, block.kept.load, work.context))
+        whole = block.recomputed
+        if len(work.blocks) == 1 and whole is block.kept:
+            # What a stage waits follows from both, whether any is run again or not.
+            whole = recomputed_layer(grid, block.kept.load, work.context)
+        if whole is not block.kept:
+            whole_s, whole_d = _per_layer(sends, whole)
             more_s, more_d = whole_s - kept_s, whole_d - kept_d
         if len(work.blocks) == 1:
             least_s = layers_of_most(work) * (kept_s + np.minimum(more_s, 0.0))
