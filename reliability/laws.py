@@ -79,6 +79,7 @@ class Tally:
         else:
             which = "" if self.seed is None else f"job {self.seed} "
             self.broke.setdefault(name, []).append(f"{said}: {which}{job_words(job)}")
+            print(f"broke: {name}: {said}: {which}".rstrip(": "), file=sys.stderr, flush=True)
 
 
 def job_words(job: Mapping[str, Any]) -> str:

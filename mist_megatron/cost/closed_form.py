@@ -30,6 +30,7 @@ from mist_megatron.cost.edges import (
     begun_beside,
     embedding_waits,
     head_waits,
+    late_behind_steps_s,
     leaving_s,
     states_leave_at_head,
     still_leaving,
@@ -355,6 +356,7 @@ def refinement(work: StageWork) -> Refinement:
     for other in others:
         joined = joined.joined(other)
     stable_s, delta_s = _beside_kept_layer(work)
+    delta_s = delta_s + (late_behind_steps_s(work) if _ahead(work) else 0.0)
     none = (work.grid.ckpt == 0.0) & (work.grid.offload.activations > 0.0)
     if _followed(work) and any_of(none) and not reduces_by_chunk(work.grid, work.context.facts):
         own = last_reductions(work, followed=False, waits_s=_copied_at_head_s(work))

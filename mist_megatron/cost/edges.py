@@ -95,6 +95,33 @@ def head_waits(
     )
 
 
+def late_behind_steps_s(work: StageWork) -> Array:
+    """What a head waits for its weights beyond what t and d say, where layers step while a stage waits for
+    its input: they are gathered behind all steps, beside the forward passes of layers, where t and d hide
+    them behind the head's own step and pass. Where states are copied to be stepped, the link has time."""
+    head = work.head
+    if head is None or not any_of(head.first.gather_s):
+        return ZERO
+    steps_s = passes_s = layers_s = gathers_s = copied = ZERO
+    for count, block in zip(work.grid.by_kind, work.blocks, strict=True):
+        layer = block.kept
+        once, there = layer.traffic.step_compute_s, layer.forward
+        pass_s = there.compute_s + there.tensor_s + there.blocking_gather_s + there.blocking_reduce_s
+        steps_s = steps_s + count.layers * once
+        passes_s = passes_s + count.layers * pass_s
+        layers_s = layers_s + count.layers * np.maximum(once + pass_s, layer.first.gather_s)
+        gathers_s = gathers_s + count.layers * layer.first.gather_s
+        copied = copied + layer.first.copy_in_s + layer.traffic.step_out_s
+    one = work.blocks[0].kept
+    own_s, pass_s = head.traffic.step_compute_s, head.forward.compute_s
+    begun_s = np.minimum(one.traffic.step_compute_s + one.forward.compute_s, one.first.gather_s)
+    stepped_s = steps_s + own_s
+    there_s = np.maximum(stepped_s, one.traffic.step_compute_s + gathers_s) + head.first.gather_s
+    begins_s = np.maximum(np.maximum(layers_s + begun_s, stepped_s + passes_s), there_s)
+    counted_s = layers_s + begun_s + np.maximum(own_s + pass_s, head.first.gather_s)
+    return np.where(copied > 0.0, 0.0, np.maximum(begins_s + pass_s - counted_s, 0.0))
+
+
 def embedding_waits(
     embedding: LayerWork,
     layer: LayerWork,

@@ -258,20 +258,30 @@ def _paths_s(stages: Sequence[StageTimes], grad_accum: int) -> list[float]:
             between_s = stage.split_s[0] if skipped else stage.stable_s
             late_s = second_s + stages[0].split_s[0] - between_s if index else second_s
             handed[0] = max(handed[0], late_s)
-        # Of a stage that sends in turn, all that crosses its borders is its own.
-        shared_s = 0.5 * stage.in_turn_s if following else stage.in_turn_s
-        beyond_s = behind_s - shared_s
-        round_trips = [beyond_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
-        round_trips[0] += late_behind_s
-        if grad_accum > following + 1:
-            waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
-        else:
-            waits_s = max(sum(handed), *round_trips)
         before_s += stage.first_s
-        paths.append(before_s + grad_accum * stage.stable_s - shared_s + waits_s)
+        ways = []
+        for shared_s, beyond_s in _in_turn(stage, following, first=index == 0):
+            around_s = behind_s - beyond_s
+            round_trips = [around_s - skipped * own for own in stage.split_s] if following else [0.0, 0.0]
+            round_trips[0] += late_behind_s
+            if grad_accum > following + 1:
+                waits_s = sum(max(pair) for pair in zip(handed, round_trips, strict=True))
+            else:
+                waits_s = max(sum(handed), *round_trips)
+            ways.append(before_s + grad_accum * stage.stable_s - shared_s + waits_s)
+        paths.append(max(ways))
         before_s += stage.stable_s - stage.in_turn_s
         slowest_before = [max(pair) for pair in zip(slowest_before, stage.split_s, strict=True)]
     return paths
+
+
+def _in_turn(stage: StageTimes, following: int, *, first: bool) -> list[tuple[float, float]]:
+    """What of a path through a stage is counted twice where stages send in turn, before it and in its waits:
+    all that crosses its borders is its own. A first one shares that behind it alone, which is so much longer
+    where it waits for nothing."""
+    shared_s = 0.5 * stage.in_turn_s if following else stage.in_turn_s
+    usual = [(shared_s, shared_s)]
+    return [*usual, (0.0, stage.in_turn_s)] if first and following and shared_s > 0.0 else usual
 
 
 def _interleaved_in_flight(stage: int, stages: int, grad_accum: int, vpp: int) -> float:

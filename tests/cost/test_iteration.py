@@ -203,7 +203,8 @@ def test_parts_add_up_and_bubble_is_the_waiting_share() -> None:
 @pytest.mark.parametrize("hides", [True, False])
 def test_no_step_takes_less_than_what_a_search_minimises(hides):
     """Of random stages, some of which hand on late, gather first or send in turn, what a search knows of them
-    is never above the time that is told, and is that time where stages are not too unlike."""
+    is never above the time that is told, and is that time where stages are not too unlike, but for what a
+    first one sends that is slower than those behind it."""
     rng = np.random.default_rng(5)
     exact = 0
     for index in range(4000):
@@ -239,8 +240,9 @@ def test_no_step_takes_less_than_what_a_search_minimises(hides):
         )
         assert least_s <= told_s * (1 + 1e-12)
         if not odd and spread == 0.05:
-            assert least_s == pytest.approx(told_s, rel=1e-9)
-            exact += 1
+            more_s = 0.5 * stages[0].in_turn_s if count > 1 else 0.0
+            assert told_s <= (least_s + more_s) * (1 + 1e-9)
+            exact += told_s <= least_s * (1 + 1e-9)
     assert exact > 500
 
 

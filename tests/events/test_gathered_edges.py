@@ -9,6 +9,8 @@ import pytest
 from plans_to_play import evaluator_of, plan_of
 
 from mist_megatron.events.iteration import simulate
+from mist_megatron.spec.catalogue import CATALOGUE
+from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.plan import Execution
 
@@ -58,3 +60,20 @@ def test_weights_in_host_memory_visit(target: str, decoupled: bool, ckpt: int, g
         )
         played = simulate(plan, evaluator_of(plan))
         assert played.closed_form_s == pytest.approx(played.iteration_s, rel=0.02), vocab
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("grad_accum", [2, 4])
+def test_a_head_waits_for_its_weights_behind_all_steps(grad_accum: int, layers: int) -> None:
+    """Where layers step while a stage waits for its input, those of a head are gathered behind its own step,
+    which the closed form hid them behind: it was up to 10 % too fast."""
+    sizes = {"vocab": 128000, "hidden": 2048, "heads": 16}
+    made = plan_of(1, layers, grad_accum=grad_accum, sizes=sizes, dp=2, zero=0, micro_batch=4)
+    plan = replace(
+        made,
+        training=replace(made.training, seq_len=512),
+        cluster=ClusterSpec(gpu=CATALOGUE["l4-24gb"], nodes=1, gpus_per_node=4),
+        stages=(replace(made.stages[0], dp=1, tp=2, micro_batch=8), *made.stages[1:]),
+    )
+    played = simulate(plan, evaluator_of(plan))
+    assert played.closed_form_s == pytest.approx(played.iteration_s, rel=0.025)
