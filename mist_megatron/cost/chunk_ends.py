@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mist_megatron.cost.grid import StageGrid
 from mist_megatron.cost.iteration import ChunkEnds
-from mist_megatron.cost.sends import mean_hop_s
+from mist_megatron.cost.sends import mean_hop_s, waits_of_own_s
 from mist_megatron.cost.terms import ZERO, Linear
 from mist_megatron.cost.work import StageWork
 from mist_megatron.price.prices import Array
@@ -56,6 +56,8 @@ class ChunkParts:
     role: StageRole = StageRole.MIDDLE
     sent_s: float = 0.0
     """What sends add to t."""
+    own_s: float = 0.0
+    """Of `round_s` what is no part of d: a stage waits for what its own passes leave of it."""
 
     def ends(self, stable_s: float, forward_s: float) -> ChunkEnds:
         """Of a stage with this t and this part of it that is forward: layers share that out alike."""
@@ -64,8 +66,13 @@ class ChunkParts:
         of_others_s = stable_s - edge_s
         share = (self.first_s - own_s) / of_others_s if of_others_s > 0.0 else 0.0
         there_s = own_forward_s + share * (forward_s - edge_forward_s)
-        both = there_s, self.first_s - there_s
-        return ChunkEnds(first_s=both, last_s=self.last_s, round_s=self.round_s, sent_s=self.sent_s)
+        return ChunkEnds(
+            first_s=(there_s, self.first_s - there_s),
+            last_s=self.last_s,
+            round_s=self.round_s,
+            sent_s=self.sent_s,
+            own_s=self.own_s,
+        )
 
 
 def chunk_parts(
@@ -80,7 +87,8 @@ def chunk_parts(
     edge = loads.embedding or loads.head
     there_s = ZERO if edge is None else edge.forward_s + edge.forward_collective_s
     sent = Term.PIPELINE_P2P not in work.context.without
-    round_s = (grid.stages * mean_hop_s(work)).item() if sent else 0.0
+    hop_s = mean_hop_s(work) if sent else ZERO
     both_s = there_s.item(), edge_s.item()
     sent_s = stable.get(Term.PIPELINE_P2P, Linear()).at(grid).item()
-    return ChunkParts(first_s.item(), last_s.item(), both_s, round_s, grid.role, sent_s)
+    round_s, own_s = ((grid.stages * one).item() for one in (hop_s, waits_of_own_s(work, hop_s)))
+    return ChunkParts(first_s.item(), last_s.item(), both_s, round_s, grid.role, sent_s, own_s)

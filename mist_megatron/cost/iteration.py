@@ -130,6 +130,8 @@ class ChunkEnds:
     """A micro-batch's sends on its way through all stages, which others wait for in `delta_s`."""
     sent_s: float = 0.0
     """What sends add to `stable_s`."""
+    own_s: float = 0.0
+    """Of `round_s` what is no part of `delta_s`: a stage waits for what its own passes leave of it."""
 
     def scaled(self, by: float) -> ChunkEnds:
         """Where all passes take so many times as long."""
@@ -172,6 +174,11 @@ class StageTiming:
     def round_s(self) -> float:
         """What a micro-batch's sends through all stages take."""
         return 0.0 if self.chunks is None else self.chunks.round_s
+
+    @property
+    def own_s(self) -> float:
+        """Of that what it waits for as far as its own passes leave it."""
+        return 0.0 if self.chunks is None else self.chunks.own_s
 
     @property
     def sent_s(self) -> float:

@@ -172,7 +172,8 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
     grid, work = sends.work.grid, sends.work
     equal = work.context.model_layers % (grid.stages * grid.vpp) == 0
     others = len(work.blocks) == 1 and bool(np.all(np.logical_not(equal) & (np.asarray(grid.stages) > 2)))
-    stable, delta = Linear(), Linear(2.0 * (grid.stages * grid.vpp - 1) * sends.hop_s)
+    own_s = (grid.vpp - 1) * grid.stages * waits_of_own_s(work, sends.hop_s)
+    stable, delta = Linear(), Linear(2.0 * ((grid.stages * grid.vpp - 1) * sends.hop_s - own_s))
     for place, block in enumerate(work.blocks):
         kept_s, kept_d = _per_layer(sends, block.kept)
         more_s = more_d = ZERO
@@ -191,6 +192,19 @@ def _sent_beside_chunks(sends: _Sends) -> tuple[Linear, Linear]:
         layers = Linear(layers_of_most(work) * kept_d, per_ckpt=more_d)
         delta = delta + (layers if others else of_kind(place, kept_d, more_d))
     return stable, delta
+
+
+OWN_SHARE = 0.2
+
+
+def waits_of_own_s(work: StageWork, hop_s: Array) -> Array:
+    """Of a send between chunks that are not equal what is no part of d, but of what a stage waits for itself,
+    by what its own passes leave (`spec.interleaved`): so much more than a fifth of a chunk's forward pass."""
+    grid, passes = work.grid, [block.kept.forward for block in work.blocks]
+    longest_s = np.maximum.reduce([one.compute_s + one.tensor_s for one in passes])
+    equal = work.context.model_layers % (grid.stages * grid.vpp) == 0
+    usual_s = OWN_SHARE * longest_s * layers_of_most(work) / grid.vpp
+    return np.where(equal, 0.0, np.maximum(hop_s - usual_s, 0.0))
 
 
 def _edge_seconds(loads: StageLoads) -> Array:

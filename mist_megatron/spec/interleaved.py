@@ -16,6 +16,9 @@ before all backward passes there is one such wait and not two. So
 
     T = max_b [ sum_{i<b} (f_i + b_i of chunk 1) + G t_b + wait_f + wait_b ]
 
+Between chunks that are not equal a stage also waits for the sends of the first micro-batch that goes round
+all stages, and of the last one, as far as its own passes meanwhile leave of them.
+
 Where the first chunk of stages takes longer (z_1, f_1 of it forward) than their last (z_v), stages get out of
 step: on some of them backward passes of last chunks come beside forward passes of first ones, on others
 beside others. Every round of p micro-batches but the first two then takes (p - 1) (z_1 - z_v) - z_1 longer
@@ -43,6 +46,8 @@ class ChunkedTimes(Protocol):
     @property
     def round_s(self) -> float: ...
     @property
+    def own_s(self) -> float: ...
+    @property
     def sent_s(self) -> float: ...
     def first_chunk_s(self, vpp: int) -> tuple[float, float]: ...
     def last_chunk_s(self, vpp: int) -> float: ...
@@ -68,6 +73,35 @@ def out_of_step_s(stages: Sequence[ChunkedTimes], index: int, grad_accum: int, v
     return max(second_s, 0.0) + (rounds - 2) * max(each_s, 0.0)
 
 
+def round_trips_s(stages: Sequence[ChunkedTimes], index: int, vpp: int) -> float:
+    """What a stage waits for the first micro-batch that goes round all stages before its next chunk, while
+    the pipeline fills, and for the last one while it drains, beyond its own passes meanwhile, as far as it is
+    not sends that these take so long for: of chunks that are not equal."""
+    own, count = stages[index], len(stages)
+    if own.own_s <= 0.0:
+        return 0.0
+    waits_s, held_s = 0.0, 0.5 * count * own.sent_s / vpp
+    for way in (0, 1):
+        passes = [_chunks_s(stage, way, vpp) for stage in stages]
+        for chunk in range(vpp - 1):
+            # Forward it comes from this chunk, and stages before have the next one already; backward it comes
+            # back to this one, and stages before still have the next.
+            meanwhile_s = sum(each[chunk + (other < index)] for other, each in enumerate(passes))
+            passes_s = count * passes[index][chunk] - meanwhile_s
+            waits_s += max(own.own_s - max(passes_s - held_s, 0.0), 0.0)
+    return waits_s
+
+
+def _chunks_s(stage: ChunkedTimes, way: int, vpp: int) -> list[float]:
+    """Passes of a stage's chunks, forward or backward: those between the first and the last are alike."""
+    first, whole = stage.first_chunk_s(vpp), stage.split_s
+    others_s = sum(whole) - sum(first)
+    share = (whole[way] - first[way]) / others_s if others_s > 0.0 else 0.0
+    last_s = share * stage.last_chunk_s(vpp)
+    between_s = (whole[way] - first[way] - last_s) / max(vpp - 2, 1)
+    return [first[way], *[between_s] * (vpp - 2), last_s]
+
+
 def interleaved_s(stages: Sequence[ChunkedTimes], grad_accum: int, vpp: int) -> float:
     """From the first forward pass to the first stage's last backward pass."""
     count, passes = len(stages), grad_accum * vpp
@@ -85,12 +119,13 @@ def interleaved_s(stages: Sequence[ChunkedTimes], grad_accum: int, vpp: int) -> 
                 longest_s = max(longest_s, behind_s - (ahead[index] - ahead[other]) * whole_s / vpp)
             waits.append(longest_s + max((count - 1) * (slower_s - own) - stage.round_s, 0.0))
         waits_s = sum(waits) if ahead[index] < passes - 1 else max(waits)
-        paths.append(before_s + grad_accum * stage.stable_s + waits_s)
+        paths.append(before_s + grad_accum * stage.stable_s + waits_s + round_trips_s(stages, index, vpp))
         before_s += sum(first[index])
         slowest = max(slowest[0], first[index][0]), max(slowest[1], first[index][1])
     ramps_s = sum(map(sum, first[:-1]))
     for index in range(1, count - 1):
         lost_s = out_of_step_s(stages, index, grad_accum, vpp)
         if lost_s > 0.0:
-            paths.append(ramps_s + grad_accum * stages[index].stable_s + lost_s)
+            waits_s = round_trips_s(stages, index, vpp)
+            paths.append(ramps_s + grad_accum * stages[index].stable_s + lost_s + waits_s)
     return max(paths)

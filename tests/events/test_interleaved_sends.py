@@ -105,7 +105,7 @@ def test_closed_form_against_events_on_random_networks() -> None:
 
 def test_closed_form_against_events_where_chunks_are_not_equal() -> None:
     """Plans as a search tries them where layers are few, any networks. As if all chunks were of mean size,
-    half of 50 such plans were within 3 %, the furthest 42 % too long; of 100 now 89 are. What is left are
+    half of 50 such plans were within 3 %, the furthest 42 % too long; of 100 now 93 are. What is left are
     networks on which sends take about as long as small chunks do: these are told too slow."""
     errors = errors_of("random_chunks", 1)
     assert min(errors) > -0.04
