@@ -62,7 +62,7 @@ class Round:
         """Of the chunk that ends the iteration all of it, of the others what is not hidden."""
         chunks, last = self.work.grid.vpp, layer.last
         exposed_s, shared_s, slowed_s = self._of_a_round_s(last.reduce_s, last)
-        each_s = np.maximum(exposed_s, np.maximum(shared_s, slowed_s))
+        each_s = np.maximum(exposed_s + slowed_s, shared_s)
         return np.asarray((last.reduce_s + (chunks - 1) * each_s) / chunks)
 
     def gathered_s(self, layer: LayerWork, place: int) -> Linear:

@@ -24,10 +24,11 @@ MEGATRON_ARGS=(
   --attention-backend flash
   --micro-batch-size 1
   --global-batch-size 1024
-  --tensor-model-parallel-size 1
-  --pipeline-model-parallel-size 8
+  --tensor-model-parallel-size 2
+  --pipeline-model-parallel-size 2
   --context-parallel-size 2
-  --pipeline-model-parallel-layout 'Et|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|tt|t|t|tt|tt|tt|tt|tL'
+  --sequence-parallel
+  --pipeline-model-parallel-layout 'Et*10|t*10|t*10|t*10|t*10|t*10L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce

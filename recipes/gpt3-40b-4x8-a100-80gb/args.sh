@@ -24,7 +24,7 @@ MEGATRON_ARGS=(
   --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 2
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4|t*4L'
+  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*4|t*4L'
   --use-distributed-optimizer
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce

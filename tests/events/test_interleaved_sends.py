@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from plain_overlap import no_interference
-from plans_to_play import benchmark_program
+from plans_to_play import benchmark_program, evaluator_of, plan_of
 
 from mist_megatron.ask.evaluators import evaluator_for
 from mist_megatron.cost.predict import job_of, predict
@@ -18,7 +18,7 @@ from mist_megatron.spec.catalogue import CATALOGUE
 from mist_megatron.spec.cluster import ClusterSpec
 from mist_megatron.spec.kinds import Offload
 from mist_megatron.spec.passes import PassKind
-from mist_megatron.spec.plan import Plan, StagePlan
+from mist_megatron.spec.plan import Execution, Plan, StagePlan
 from mist_megatron.spec.presets import PRESETS
 from mist_megatron.spec.schedule import schedule_orders
 from mist_megatron.spec.training import TrainingSpec
@@ -206,3 +206,24 @@ def test_urgent_events_keep_their_order() -> None:
     timeline = run_program(program, no_interference())
     order = sorted([first, later, *urgent], key=lambda event: timeline.start_s[event])
     assert order == [first, *urgent, later]
+
+
+@pytest.mark.parametrize("micro_batches", [4, 8])
+@pytest.mark.parametrize("chunks", [3, 6])
+def test_a_micro_batch_that_goes_round_waits_for_reductions_twice(chunks: int, micro_batches: int) -> None:
+    """They slow down its passes and its sends, over the links of both: told as the longer of both, steps of
+    the fewest micro-batches were up to 1.2 % too short."""
+    made = plan_of(
+        *[6] * 4,
+        target="megatron",
+        schedule="interleaved",
+        vpp=chunks,
+        grad_accum=micro_batches,
+        sizes={"hidden": 2048, "heads": 16, "ffn_hidden": 8192},
+        dp=2,
+        micro_batch=2,
+        execution=Execution(overlap_grad_reduce=True, overlap_param_gather=True),
+    )
+    plan = replace(made, cluster=ClusterSpec(gpu=CATALOGUE["l4-24gb"], nodes=1, gpus_per_node=8))
+    played = simulate(plan, evaluator_of(plan))
+    assert played.closed_form_s == pytest.approx(played.iteration_s, rel=0.006)
