@@ -423,7 +423,8 @@ def main() -> None:
             law: (tally.held[law], len(tally.broke.get(law, ()))) for law in {*tally.held, *tally.broke}
         }
         broken = [f"{law}: {case}" for law, cases in sorted(tally.broke.items()) for case in cases]
-        name = f"{asked.jobs} of seed {asked.seed}"
+        kind = ", bounds" if asked.bounds else ", switched" if asked.switched else ""
+        name = f"{asked.jobs} of seed {asked.seed}{kind}"
         record("laws", {name: {"laws": counts, "broken": broken}}, asked.record)
     if asked.bounds:
         print(f"{tally.shapes} shapes")
