@@ -46,7 +46,6 @@ SEARCHED = (
     "tp_comm_overlap",
     "fused_cross_entropy",
     "megatron_fsdp",
-    "decoupled_step",
     "recompute_modules",
     "expert_parallel",
     "expert_tensor_parallel",
@@ -202,6 +201,13 @@ def _copies(tuned: Proved) -> str:
     )
 
 
+def _stepped(tuned: Proved) -> str:
+    execution, limits = tuned.job.execution, tuned.settings.limits
+    asked = "decoupled_step" in limits.fixed or execution.decoupled_step is not None
+    able = any(one.when_asked for one in TARGETS[tuned.job.target].executions(execution))
+    return "layers step at the end" if able and tuned.space.decoupled_step and not asked else ""
+
+
 def _narrow_weights(tuned: Proved) -> str:
     able = "fp8_param_gather" in TARGETS[tuned.job.target].capability.switches
     eight_bit = tuned.job.training.precision == "fp8" and tuned.job.execution.quantization != "nvfp4"
@@ -226,6 +232,12 @@ LEFT_OUT = (
         told="other widths of gradients and optimizer states than the usual ones, which train with other "
         "numbers, and sub-groups of replicas with all optimizer states but the largest on as many nodes",
         words=_states,
+    ),
+    LeftOut(
+        keys=("decoupled_step",),
+        told="steps of layers while stages wait for their first micro-batch (`decoupled_steps`) on "
+        "megatron+patches, unless `--fix decoupled_step=1` asks for them",
+        words=_stepped,
     ),
     LeftOut(
         keys=("fp8_param_gather",),

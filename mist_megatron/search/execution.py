@@ -414,7 +414,9 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
     if variant.one_stage and not limits.allows("pp", 1):
         return False
     if execution.decoupled_step and not said.decoupled_step:
-        return space.decoupled_step and "decoupled_step" not in limits.forbidden
+        asked = limits.fixed.get("decoupled_step") or not variant.when_asked
+        if not (asked and space.decoupled_step) or "decoupled_step" in limits.forbidden:
+            return False
     if execution.megatron_fsdp and not said.megatron_fsdp:
         able = "megatron_fsdp" in TARGETS[job.target].capability.switches and space.megatron_fsdp
         asked = any(limits.fixed.get(name) for name in EXPERT_SWITCHES if name in FSDP_EXCLUDES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, SHORT, SWITCH_KEYS, Limits
+from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, OTHER_NAMES, SWITCH_KEYS, Limits
 from mist_megatron.spec import check
 from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, DISPATCHERS
 from mist_megatron.spec.offloaded import OFFLOAD_MODULES, OffloadModule
@@ -32,7 +32,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         if (banned := f"context_exchange.{exchange}") in forbid:
             raise InputError(f"--fix context_exchange={exchange} contradicts --forbid {banned}")
     offloaded = said.pop("offload_modules", None)
-    fixed = {SHORT.get(key, key): _size("--fix", key, text) for key, text in said.items()}
+    fixed = {key: _size("--fix", key, text) for key, text in said.items()}
     bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
     for name in forbid:
         check.known("--forbid", "key", name, SWITCH_KEYS)
@@ -92,6 +92,7 @@ def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[s
         key, equals, text = item.partition("=")
         if not equals:
             raise InputError(f"{option}: {item!r}; wanted KEY=NUMBER such as tp=2")
+        key = OTHER_NAMES.get(key, key)
         check.known(option, "key", key, keys)
         if pairs.get(key, text) != text:
             raise InputError(f"{option}: {key} is both {pairs[key]} and {text}")
@@ -100,12 +101,11 @@ def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[s
 
 
 def _size(option: str, key: str, text: str) -> int:
-    name = SHORT.get(key, key)
-    if name in ON_OFF_KEYS:
+    if key in ON_OFF_KEYS:
         if text not in ("0", "1"):
             raise InputError(f"{option} {key}: {text!r}; wanted 1 for on or 0 for off")
     elif not (text.isascii() and text.isdecimal()) or (int(text) < 1 and key != "zero"):
         raise InputError(f"{option} {key}: {text!r} is not a positive whole number")
-    elif name == "grad_bytes" and text not in ("2", "4"):
+    elif key == "grad_bytes" and text not in ("2", "4"):
         raise InputError(f"{option} {key}: {text!r}; wanted 2 or 4")
     return int(text)

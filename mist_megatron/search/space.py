@@ -373,22 +373,32 @@ LIMIT_KEYS = (
 )
 EXPERT_SWITCHES = ("expert_overlap", "shared_expert_overlap", "cuda_graphs")
 """Switches of execution of mixtures, and graphs of dense layers."""
-OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp", "outer_sharding")
+OVERLAPS = ("tp_comm_overlap", "overlap_param_gather", "megatron_fsdp", "outer_sharding", "decoupled_step")
 """Switches of how a job is executed."""
 SAID = ("fused_cross_entropy", "delayed_weight_grad", "fp8_param_gather")
 """Switches that are as the target does, unless --fix says otherwise."""
 ON_OFF_KEYS = ("sequence_parallel", *OVERLAPS, *EXPERT_SWITCHES, *SAID)
 """Switches that --fix sets: 1 for on, 0 for off."""
-SHORT = {"sp": "sequence_parallel"}
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "sp": "sequence_parallel",
+        "context_parallel": "cp",
+        "expert_parallel": "ep",
+        "expert_tensor_parallel": "etp",
+        "expert_dispatcher": "dispatcher",
+        "optimizer_instances": "instances",
+        "hpz_size": "hpz",
+    }
+)
+"""What plan.yaml calls the same."""
 WIDTHS = ("grad_bytes", "optimizer_bytes")
 """Bytes a parameter, as usual unless --fix says otherwise: narrower ones change what is learnt."""
 WORDS = ("recompute", "recompute_modules", "dispatcher", "context_exchange", "offload_modules")
-FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *SHORT, *WIDTHS, *WORDS)
+FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *WIDTHS, *WORDS)
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
     "unequal",
-    "decoupled_step",
     *OVERLAPS,
     *EXPERT_SWITCHES,
     *(f"recompute.{kind}" for kind in SEARCHED),

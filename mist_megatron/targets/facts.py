@@ -439,6 +439,9 @@ class ExecutionVariant:
     pipeline, or by chunks."""
     for_host_gradients: bool = False
     """Only where gradients may be kept on the host, which the variants before it exclude."""
+    when_asked: bool = False
+    """Only where --fix asks for decoupled steps: nobody knows yet that searches of them end soon, and that
+    what is told of the plans they find is as near to their events as of others."""
 
 
 def as_asked(execution: Execution) -> tuple[ExecutionVariant, ...]:

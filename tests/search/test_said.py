@@ -16,6 +16,7 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.said import with_said
 from mist_megatron.search.search import Settings
+from mist_megatron.spec.cluster import LinkOverrides
 
 
 def found(job, *fix: str):
@@ -103,3 +104,34 @@ def test_what_contradicts_is_refused() -> None:
     for more in ({"fix": "delayed_weight_grad=1,expert_overlap=0"}, {"forbid": "expert_overlap"}):
         with pytest.raises(InputError, match="part of expert_overlap, which is switched off"):
             tune_words(**mixture, target="megatron", **{"fix": "delayed_weight_grad=1", **more})
+
+
+def test_decoupled_steps_are_searched_where_somebody_asks_for_them() -> None:
+    """Four GPUs gather updated weights over a slow bus, which steps of layers hide in the first passes."""
+    job = small_job("megatron+patches", layers=8, batch=16)
+    slow = replace(job.cluster, links=LinkOverrides(intra_bytes_per_s=4e9))
+    job = replace(job, cluster=slow)
+    fix = ("dp=4", "pp=1", "overlap_param_gather=0", "megatron_fsdp=0")
+    usual, stepped = found(job, *fix), found(job, *fix, "decoupled_step=1")
+    assert usual.plan.execution.decoupled_step is None and stepped.plan.execution.decoupled_step is True
+    assert stepped.iteration_s < 0.99 * usual.iteration_s
+    assert predict(stepped.plan, evaluator_for(job_of(stepped.plan))[0]).iteration_s == stepped.iteration_s
+    assert "decoupled_steps" in "".join(framework_files(stepped.plan).values())
+    with pytest.raises(InputError, match=r"decoupled_step=1: .* no such way"):
+        found(small_job("megatron", layers=8, batch=16), "decoupled_step=1")
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("context_parallel=2", "cp=2"),
+        ("expert_parallel=4,expert_dispatcher=alltoall", "ep=4,dispatcher=alltoall"),
+        ("optimizer_instances=2,hpz_size=4", "instances=2,hpz=4"),
+        ("sp=1", "sequence_parallel=1"),
+    ],
+)
+def test_sizes_may_be_named_as_a_plan_names_them(said: str, meant: str) -> None:
+    assert parse_limits((said,), (), ()) == parse_limits((meant,), (), ())
+    name, wanted = (pair.split("=")[0] for pair in (said, meant))
+    with pytest.raises(InputError, match=f"--fix: {wanted} is both"):
+        parse_limits((meant, f"{name}=7"), (), ())
