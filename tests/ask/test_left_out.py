@@ -55,3 +55,18 @@ def test_the_line_names_what_applies(model: str, gpus: int, there: tuple[str, ..
     line = left_out_words(tuned)
     assert all(part in line for part in there), line
     assert not any(part in line for part in absent), line
+
+
+def test_steps_while_stages_wait_are_told_of_patches_alone() -> None:
+    words = {"model": "llama3.2-1b", "gpus": 2, "gpu": "l4-24gb", "global_batch": 4, "seq": 512}
+
+    def line(target: str, *fix: str) -> str:
+        given = ("tp=1", "micro_batch=1", *fix)
+        return left_out_words(mist_megatron.tune(**words, target=target, fix=given, forbid="fewer_gpus"))
+
+    assert "layers step at the end" in line("megatron+patches") and "to a millionth" in line(
+        "megatron+patches"
+    )
+    asked = line("megatron+patches", "decoupled_step=1")
+    assert "layers step" not in asked and "to half a percent" in asked
+    assert "layers step" not in line("megatron", "decoupled_step=0")
