@@ -440,8 +440,8 @@ class ExecutionVariant:
     for_host_gradients: bool = False
     """Only where gradients may be kept on the host, which the variants before it exclude."""
     when_asked: bool = False
-    """Only where --fix asks for decoupled steps: nobody knows yet that searches of them end soon, and that
-    what is told of the plans they find is as near to their events as of others."""
+    """Only where --fix asks for decoupled steps: proofs of these hold to half a percent only, and their plans
+    are told less near to their events than others."""
 
 
 def as_asked(execution: Execution) -> tuple[ExecutionVariant, ...]:
