@@ -201,17 +201,11 @@ def _copies(tuned: Proved) -> str:
     )
 
 
-def _near(tuned: Proved) -> str:
-    asked = tuned.settings.limits.fixed.get("decoupled_step")
-    late = any(one.when_asked for one in TARGETS[tuned.job.target].executions(tuned.job.execution))
-    return "to half a percent" if asked and late else "to a millionth"
-
-
 def _stepped(tuned: Proved) -> str:
-    execution, limits = tuned.job.execution, tuned.settings.limits
-    asked = "decoupled_step" in limits.fixed or execution.decoupled_step is not None
-    able = any(one.when_asked for one in TARGETS[tuned.job.target].executions(execution))
-    return "layers step at the end" if able and tuned.space.decoupled_step and not asked else ""
+    job, target = tuned.job, TARGETS[tuned.job.target]
+    able = tuned.space.decoupled_step and target.can(job.training.precision, job.execution).decoupled_step
+    searched = any(one.execution.decoupled_step for one in target.executions(job.execution))
+    return "layers step at the end" if able and not searched else ""
 
 
 def _narrow_weights(tuned: Proved) -> str:
@@ -222,12 +216,7 @@ def _narrow_weights(tuned: Proved) -> str:
 
 
 LEFT_OUT = (
-    LeftOut(
-        told="plans that are faster by less than a millionth, or, where `--fix decoupled_step=1` is asked of "
-        "megatron+patches, by less than half a percent: bounds of two of 1,749 shapes were up to 0.11 % too "
-        "high",
-        words=_near,
-    ),
+    LeftOut(told="plans that are faster by less than a millionth", words=lambda tuned: "to a millionth"),
     LeftOut(told="idle GPUs that are no whole nodes, but for parts of the only one", words=_gpus),
     LeftOut(
         keys=("rank_map",),
@@ -247,7 +236,7 @@ LEFT_OUT = (
     LeftOut(
         keys=("decoupled_step",),
         told="steps of layers while stages wait for their first micro-batch (`decoupled_steps`) on "
-        "megatron+patches, unless `--fix decoupled_step=1` asks for them",
+        "megatron+patches",
         words=_stepped,
     ),
     LeftOut(

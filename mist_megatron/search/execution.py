@@ -413,10 +413,9 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
     said, execution = job.execution, variant.execution
     if variant.one_stage and not limits.allows("pp", 1):
         return False
-    if execution.decoupled_step and not said.decoupled_step:
-        asked = limits.fixed.get("decoupled_step") or not variant.when_asked
-        if not (asked and space.decoupled_step) or "decoupled_step" in limits.forbidden:
-            return False
+    stepped = execution.decoupled_step and not said.decoupled_step
+    if stepped and (not space.decoupled_step or "decoupled_step" in limits.forbidden):
+        return False
     if execution.megatron_fsdp and not said.megatron_fsdp:
         able = "megatron_fsdp" in TARGETS[job.target].capability.switches and space.megatron_fsdp
         asked = any(limits.fixed.get(name) for name in EXPERT_SWITCHES if name in FSDP_EXCLUDES)

@@ -439,9 +439,6 @@ class ExecutionVariant:
     pipeline, or by chunks."""
     for_host_gradients: bool = False
     """Only where gradients may be kept on the host, which the variants before it exclude."""
-    when_asked: bool = False
-    """Only where --fix asks for decoupled steps: proofs of these hold to half a percent only, and their plans
-    are told less near to their events than others."""
 
 
 def as_asked(execution: Execution) -> tuple[ExecutionVariant, ...]:

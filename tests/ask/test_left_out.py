@@ -57,16 +57,10 @@ def test_the_line_names_what_applies(model: str, gpus: int, there: tuple[str, ..
     assert not any(part in line for part in absent), line
 
 
-def test_steps_while_stages_wait_are_told_of_patches_alone() -> None:
+@pytest.mark.parametrize(
+    ("target", "told"), [("megatron+patches", True), ("megatron", False), ("deepspeed+patches", False)]
+)
+def test_steps_while_stages_wait_are_told_where_nobody_searches_them(target: str, told: bool) -> None:
     words = {"model": "llama3.2-1b", "gpus": 2, "gpu": "l4-24gb", "global_batch": 4, "seq": 512}
-
-    def line(target: str, *fix: str) -> str:
-        given = ("tp=1", "micro_batch=1", *fix)
-        return left_out_words(mist_megatron.tune(**words, target=target, fix=given, forbid="fewer_gpus"))
-
-    assert "layers step at the end" in line("megatron+patches") and "to a millionth" in line(
-        "megatron+patches"
-    )
-    asked = line("megatron+patches", "decoupled_step=1")
-    assert "layers step" not in asked and "to half a percent" in asked
-    assert "layers step" not in line("megatron", "decoupled_step=0")
+    tuned = mist_megatron.tune(**words, target=target, fix="tp=1,micro_batch=1", forbid="fewer_gpus")
+    assert ("layers step at the end" in left_out_words(tuned)) is told
