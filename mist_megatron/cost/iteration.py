@@ -52,6 +52,10 @@ step is shorter than what the states of a stage take to come, to be stepped and 
 Where every stage waits for the gradient norm of all of them before it steps, a step s_i hides behind
 nobody's drain: the last term is max_i (d_i - s_i - sum_{j<i} t_j) + max_i s_i.
 
+Where they do both, step before the first forward pass and wait for the norm (Megatron with decoupled steps),
+all that is done before that pass, b_i, hides behind forward passes alone, and the rest behind backward ones:
+max_i (b_i - sum_{j<i} f_j) + max_i (d_i - b_i - sum_{j<i} (t_j - f_j)), no less than what a search counts.
+
 Where a stage gathers weights when its first micro-batch has come, for e_i, every stage behind it waits: a
 path has e_j of its own stage and those before it, and of those after it where it waits for the round trip.
 
@@ -107,7 +111,9 @@ class Stepping:
     """Part of d before that pass, which hides behind the wait for it alone where ..."""
     together_s: float = 0.0
     """... both ends of the pipeline do so much together when both have ended: sum tied embeddings and begin
-    the next step."""
+    the next step; ..."""
+    after_all: bool = False
+    """... or where no stage steps before all have ended, for the norm of all gradients."""
     second_s: float = 0.0
     """So long the second forward pass waits for states of the last layer to leave ..."""
     cycle_s: float = 0.0
@@ -309,6 +315,8 @@ def _iteration_time(
 
 def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bool) -> tuple[float, int]:
     """What first and last micro-batch expose, and on which stage."""
+    if stages[0].stepping.after_all:
+        return _extra_of_both(stages, ramps)
     before_s = 0.0
     extra_s, binding = float("-inf"), 0
     drained_s = filled_s = 0.0
@@ -328,6 +336,26 @@ def _extra(stages: Sequence[StageTiming], ramps: Sequence[float], step_hides: bo
     if max(steps) > 0.0:
         binding = max(range(len(stages)), key=lambda index: steps[index])
     return extra_s + max(steps), binding
+
+
+def _extra_of_both(stages: Sequence[StageTiming], ramps: Sequence[float]) -> tuple[float, int]:
+    """The same where no stage steps before all have ended, and then before its first forward pass."""
+    begun, ended = [], []
+    filled_s = drained_s = begins_s = 0.0
+    for stage, ramp_s in zip(stages, ramps, strict=True):
+        stepping, late = stage.stepping, stage.late
+        own_s = stepping.begins_s - late.in_delta_s - filled_s
+        if late.in_delta_s > 0.0:
+            own_s = max(own_s, begins_s + late.seconds(filled_s + begins_s))
+        begins_s = max(begins_s, own_s)
+        begun.append(own_s)
+        ended.append(stage.delta_s - stage.first_s - stepping.begins_s - stepping.together_s - drained_s)
+        forward_s, backward_s = stage.split_s
+        share = forward_s / (forward_s + backward_s) if forward_s + backward_s > 0.0 else 0.0
+        filled_s, drained_s = filled_s + share * ramp_s, drained_s + (1.0 - share) * ramp_s
+    longer = max(begun, ended, key=max)
+    together_s = max(stage.stepping.together_s for stage in stages)
+    return max(begun) + max(ended) + together_s, longer.index(max(longer))
 
 
 def _apart_s(stage: StageTiming, filled_s: float, drained_s: float) -> float:

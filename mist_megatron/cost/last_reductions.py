@@ -219,9 +219,8 @@ def _quiet_end_s(work: StageWork, place: int, reduced: tuple[Array, Array], besi
     if not any_of(_copies_s(block.kept)[0]):
         return ZERO
     reduce_s, head_s = reduced
-    if not work.context.recomputes_first_layers:
-        alone = (work.grid.layers == 1.0) & (block.kept.backward.reduce_s == 0.0)
-        reduce_s = np.where(alone, head_s, reduce_s)
+    alone = (work.grid.layers == 1.0) & (block.kept.backward.reduce_s == 0.0)
+    reduce_s = np.where(alone, head_s, reduce_s)
     kept_s, whole_s = (_quieter_s(layer, reduce_s, beside_s) for layer in (block.kept, block.recomputed))
     return np.where(count.ckpt < count.layers, kept_s, whole_s)
 

@@ -391,10 +391,14 @@ def _stepping(delta_s: Mapping[Term, float], fine: Refinement, facts: TrafficFac
     """Of a stage whose d has these terms."""
     if facts.step.taken != "while_waiting":
         return STEPS_LATER
-    tied_s = delta_s.get(Term.TIED_EMBEDDINGS)
+    tied_s, begins = delta_s.get(Term.TIED_EMBEDDINGS), [Term.FIRST_FORWARD_TRAFFIC, Term.OPTIMIZER_COMPUTE]
+    host_s, after_all = delta_s.get(Term.HOST_STEP, 0.0), facts.step.norm_pass
+    if after_all:
+        begins += [Term.EMBEDDING_TRAFFIC, Term.HEAD_TRAFFIC, Term.HOST_ADAM, Term.HOST_STEP]
     return Stepping(
-        begins_s=sum(delta_s.get(name, 0.0) for name in (Term.FIRST_FORWARD_TRAFFIC, Term.OPTIMIZER_COMPUTE)),
-        together_s=0.0 if tied_s is None else tied_s + delta_s.get(Term.HOST_STEP, 0.0),
+        begins_s=sum(delta_s.get(name, 0.0) for name in begins),
+        together_s=0.0 if tied_s is None else tied_s + (0.0 if after_all else host_s),
+        after_all=after_all,
         second_s=fine.second_s.item(),
         cycle_s=fine.cycle_s.item(),
     )

@@ -306,6 +306,16 @@ def executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
     return (*(beside for variant in variants for beside in _beside_products(variant)), *sharded)
 
 
+def patched_executions(execution: Execution) -> tuple[ExecutionVariant, ...]:
+    """The same, and then each of these that gathers after the step with steps of layers in the first forward
+    passes instead, where gathers and the host's updates hide."""
+    usual = executions(execution)
+    if execution.decoupled_step is not None:
+        return usual
+    later = [one for one in usual if not (one.gathers_beside or one.execution.megatron_fsdp)]
+    return (*usual, *(replace(one, execution=replace(one.execution, decoupled_step=True)) for one in later))
+
+
 def _sharded(execution: Execution) -> tuple[ExecutionVariant, ...]:
     """Megatron-FSDP, where that is left open, with its gathers and reductions beside compute; and with
     optimizer states shared out over sub-groups of replicas too, which takes less memory."""
@@ -346,6 +356,6 @@ MEGATRON_PATCHES = Target(
     can=patched_capability,
     memory=partial(memory_facts, PATCHED_MEMORY),
     traffic=traffic_facts,
-    executions=executions,
+    executions=patched_executions,
     hand_made=HAND_MADE,
 )

@@ -124,6 +124,8 @@ def _experts(plan: Plan) -> Iterator[str]:
             )
     if plan.grids_differ:
         yield "stages of different dp, tp or micro_batch: groups of experts are made for one grid of all"
+    if plan.execution.decoupled_step:
+        yield f"execution.decoupled_step: its patch was not tried with the experts of {plan.model.name}"
 
 
 def _tensor_parallel(plan: Plan) -> Iterator[str]:

@@ -58,9 +58,15 @@ def test_the_line_names_what_applies(model: str, gpus: int, there: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("target", "told"), [("megatron+patches", True), ("megatron", False), ("deepspeed+patches", False)]
+    ("target", "fix", "told"),
+    [
+        ("megatron+patches", "", True),
+        ("megatron+patches", ",decoupled_step=1", False),
+        ("megatron", "", False),
+        ("deepspeed+patches", "", False),
+    ],
 )
-def test_steps_while_stages_wait_are_told_where_nobody_searches_them(target: str, told: bool) -> None:
+def test_steps_beside_chunks_are_told_where_nobody_searches_them(target: str, fix: str, told: bool) -> None:
     words = {"model": "llama3.2-1b", "gpus": 2, "gpu": "l4-24gb", "global_batch": 4, "seq": 512}
-    tuned = mist_megatron.tune(**words, target=target, fix="tp=1,micro_batch=1", forbid="fewer_gpus")
-    assert ("layers step at the end" in left_out_words(tuned)) is told
+    tuned = mist_megatron.tune(**words, target=target, fix=f"tp=1,micro_batch=1{fix}", forbid="fewer_gpus")
+    assert ("layers of chunks step at the end" in left_out_words(tuned)) is told

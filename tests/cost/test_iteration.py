@@ -309,3 +309,25 @@ def test_steps_behind_tied_embeddings_hide_behind_forward_passes_alone(steps_s: 
     assert iteration_time([first, last], 1).total_s == pytest.approx(max(2.0, steps_s) + 1 + 2 + 4 + 3)
     alone = [replace(stage, stepping=STEPS_LATER, delta_s=stage.delta_s - 3.0) for stage in (first, last)]
     assert iteration_time(alone, 1).total_s == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("steps_s", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("reduces_s", [0.0, 3.0, 7.0])
+def test_what_waits_for_all_and_is_done_before_the_first_pass_hides_behind_forward_passes_alone(
+    steps_s: float, reduces_s: float
+) -> None:
+    """The same two stages, of which the last reduces while the first computes backward, and steps when both
+    have ended, while the first computes forward."""
+    first = StageTiming(
+        stable_s=6.0, delta_s=1.0, forward_s=2.0, stepping=Stepping(begins_s=1.0, after_all=True)
+    )
+    last = StageTiming(
+        stable_s=3.0,
+        delta_s=reduces_s + steps_s,
+        forward_s=1.0,
+        stepping=Stepping(begins_s=steps_s, after_all=True),
+    )
+    told_s = iteration_time([first, last], 1).total_s
+    assert told_s == pytest.approx(max(1.0 + 2.0, steps_s) + 1 + 2 + max(4.0, reduces_s))
+    searched = [replace(stage, stepping=STEPS_LATER) for stage in (first, last)]
+    assert iteration_time(searched, 1).total_s <= told_s

@@ -16,6 +16,8 @@ from mist_megatron.errors import InputError
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.said import with_said
 from mist_megatron.search.search import Settings
+from mist_megatron.spec.cluster import LinkOverrides
+from mist_megatron.spec.plan import TargetName
 
 
 def found(job, *fix: str):
@@ -105,14 +107,23 @@ def test_what_contradicts_is_refused() -> None:
             tune_words(**mixture, target="megatron", **{"fix": "delayed_weight_grad=1", **more})
 
 
-def test_decoupled_steps_may_be_asked_for_where_they_are_searched() -> None:
-    job = small_job("deepspeed+patches", layers=8, batch=16)
+@pytest.mark.parametrize("target", ["deepspeed+patches", "megatron+patches"])
+def test_decoupled_steps_are_searched_and_may_be_asked_for(target: TargetName) -> None:
+    """GPUs of a slow bus gather updated weights, which steps of layers hide in the first passes."""
+    job = small_job(target, layers=8, batch=16)
+    job = replace(job, cluster=replace(job.cluster, links=LinkOverrides(intra_bytes_per_s=4e9)))
     usual, plain, stepped = found(job), found(job, "decoupled_step=0"), found(job, "decoupled_step=1")
     assert plain.plan.execution.decoupled_step is None and stepped.plan.execution.decoupled_step is True
     assert usual.iteration_s == min(plain.iteration_s, stepped.iteration_s)
-    for target in ("megatron", "megatron+patches"):
-        with pytest.raises(InputError, match=r"decoupled_step=1: .* no such way"):
-            found(small_job(target, layers=8, batch=16), "decoupled_step=1")
+    assert found(job, "decoupled_step=1", "overlap_param_gather=0").iteration_s == stepped.iteration_s
+
+
+def test_decoupled_steps_are_refused_where_nobody_has_them() -> None:
+    with pytest.raises(InputError, match=r"decoupled_step=1: .* no such way"):
+        found(small_job("megatron", layers=8, batch=16), "decoupled_step=1")
+    mixture = {"model": "mixtral-8x7b", "gpus": 16, "gpu": "h100-sxm-80gb", "global_batch": 16}
+    with pytest.raises(InputError, match=r"decoupled_step=1: .* no such way to train mixtral-8x7b"):
+        tune_words(**mixture, target="megatron+patches", fix="decoupled_step=1")
 
 
 @pytest.mark.parametrize(

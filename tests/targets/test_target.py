@@ -149,3 +149,14 @@ def test_targets_that_run_unlike_layers_offload_no_activations() -> None:
     """So that t and d of a stage of such a model are linear, as the search over its splits has them."""
     able = [target.capability for target in TARGETS.values() if target.capability.layer_kinds]
     assert able and {one.offload.activations for one in able} == {"none"}
+
+
+def test_experts_are_not_stepped_layer_by_layer() -> None:
+    """The patch refuses to start with them (mist_patches.megatron.untried, refuse_experts)."""
+    plan = replace(plan_with(Offload(), "bf16"), execution=Execution(decoupled_step=True))
+    experts = ExpertSpec(count=4, top_k=2, ffn_hidden=512)
+    mixture = replace(plan.model, gated_mlp=True, activation="silu", experts=experts)
+    assert not violations(plan)
+    (rule,) = violations(replace(plan, model=mixture))
+    assert rule == "execution.decoupled_step: its patch was not tried with the experts of gpt3-1.3b"
+    assert not violations(replace(plan, model=mixture, execution=Execution()))
