@@ -96,7 +96,8 @@ def layers_alone(job: Job, space: Space, settings: Settings) -> list[LayersAlone
         context = said.context_parallel, said.context_exchange, said.context_inner
         same = context, said.megatron_fsdp, said.cuda_graphs
         if same not in ways:
-            ways[same] = Way(evaluator=sharing.of(choice.job), limits=choice.limits)
+            # What is on the host is no matter to them, but to ways in which it may be there.
+            ways[same] = Way(evaluator=sharing.of(choice.job), limits=replace(choice.limits, offload={}))
     asked = zip(*questions_of(list(ways.values()), space, settings.step, settings.solver), strict=True)
     # What was asked for leaves more than the limits of each way do.
     return [LayersAlone.of(question, settings.limits) for _, question in asked]

@@ -29,7 +29,10 @@ class SearchOptions(OptionGroup):
     space: Annotated[str, typer.Option(help="Named space, see `spaces`.", rich_help_panel=PANEL)] = "full"
     grid: Annotated[float, typer.Option(help="Step of the offload fractions.", rich_help_panel=PANEL)] = 0.125
     fix: Annotated[
-        list[str] | None, typer.Option(help="Fix a size, such as tp=2.", rich_help_panel=PANEL)
+        list[str] | None,
+        typer.Option(
+            help="Fix a size or fraction, such as tp=2 or offload.optimizer=0.5.", rich_help_panel=PANEL
+        ),
     ] = None
     forbid: Annotated[
         list[str] | None,

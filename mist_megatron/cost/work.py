@@ -456,12 +456,19 @@ def _steps_in_first_forward(
         divisor = np.where(grid.zero >= 1, replicas(grid, context), 1.0)
         for place, (block, layer) in enumerate(zip(loads.blocks, blocks, strict=True)):
             update = prices.of(HostAdam(grid.offload.optimizer * block.parameters / divisor)).seconds
-            copies = np.maximum(layer.kept.first.copy_in_s, layer.kept.first.copy_out_s)
-            beside = np.maximum(block.forward_s, copies)
-            add_term(step, Term.HOST_ADAM, of_kind(place, np.maximum(update - beside, 0.0)))
+            # Of layers that are run again no activations leave, which updates could hide behind.
+            kept_s, whole_s = (
+                np.maximum(update - np.maximum(block.forward_s, _copies_s(one.first)), 0.0)
+                for one in (layer.kept, layer.recomputed)
+            )
+            add_term(step, Term.HOST_ADAM, of_kind(place, kept_s, whole_s - kept_s))
         add_term(step, Term.HOST_ADAM, _edges_on_host(grid, loads, divisor, context))
         if facts.step.by_place:
             step[Term.HOST_ADAM_COPIES] = Linear(_gradients_to_states(grid, share, context))
+
+
+def _copies_s(first: PassWork) -> Array:
+    return np.maximum(first.copy_in_s, first.copy_out_s)
 
 
 def _edges_on_host(grid: StageGrid, loads: StageLoads, divisor: Array, context: TimeContext) -> Linear:

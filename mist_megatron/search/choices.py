@@ -52,6 +52,8 @@ def fractions(allowed: Range, step: float) -> Array:
         return np.zeros(1)
     if allowed == "all_or_nothing":
         return np.array([0.0, 1.0])
+    if isinstance(allowed, float):
+        return np.array([allowed])
     return np.linspace(0.0, 1.0, round(1.0 / step) + 1)
 
 

@@ -446,5 +446,6 @@ def _is_open(variant: ExecutionVariant, job: Job, space: Space, limits: Limits) 
         return False
     if variant.for_host_gradients:
         grads = cut_to_target(space, job.target).offload.grads
-        return grads != "none" and "offload.grads" not in limits.forbidden
+        stay = "offload.grads" in limits.forbidden or limits.offload.get("grads") == 0.0
+        return grads != "none" and not stay
     return True

@@ -24,7 +24,7 @@ from mist_megatron.search.layerwise import StagePoint
 from mist_megatron.search.pipelines import EqualPipeline, MixedPipeline
 from mist_megatron.search.search import SearchResult, Settings, Status, StoppedEmpty, Watch
 from mist_megatron.search.solution import Solution, StageChoice, plan_of
-from mist_megatron.search.space import Limits, Space, cut_to_target, space_named
+from mist_megatron.search.space import WORDS, Limits, Space, cut_to_target, space_named
 from mist_megatron.search.stage_fronts import Tally
 from mist_megatron.search.strategy_prices import StrategyPrices
 from mist_megatron.spec.kinds import KINDS
@@ -106,7 +106,8 @@ def best_of_each(
 def _require_plain(evaluator: StageEvaluator, limits: Limits) -> None:
     job = evaluator.job
     odd = sorted({*limits.fixed, *limits.most} - set(KNOWN_LIMITS))
-    said = [*odd, *sorted(limits.forbidden), *(["recompute"] if limits.recompute else [])]
+    words = [name for name in WORDS if getattr(limits, name) is not None]
+    said = [*odd, *sorted(limits.forbidden), *words, *(f"offload.{kind}" for kind in limits.offload)]
     if said:
         raise InputError(f"spaces with a strategy per layer know no limit of {said[0]}; wanted {', '.join(KNOWN_LIMITS)}")  # fmt: skip  # noqa: E501
     if job.cluster.groups:

@@ -50,8 +50,11 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     if len(job.model.kinds) > 1 or cluster.groups:
         # What is told of the closest plan is told of equal layers.
         return NoFeasiblePlan(refusal, details=("try: more GPUs, or GPUs with more memory",))
-    misses = [_closest(one, every) for one, every in differing(ways)]
+    each = [_closest(one, every) for one, every in differing(ways)]
+    misses = [miss for miss in each if miss is not None]
     asked = ways[-1]
+    if each and not misses:
+        raise _never(ways[0])
     if misses:
         miss = min(misses, key=lambda miss: miss.peak_bytes)
         asked, details = miss.asked, list(miss.words)
@@ -83,8 +86,9 @@ def differing(ways: Sequence[Asked]) -> list[tuple[Asked, tuple[EqualPipeline, .
     return found
 
 
-def _closest(asked: Asked, every: Sequence[EqualPipeline]) -> _Miss:
-    """The shape whose fullest stage holds least, layers split as evenly as they go."""
+def _closest(asked: Asked, every: Sequence[EqualPipeline]) -> _Miss | None:
+    """The shape whose fullest stage holds least, layers split as evenly as they go; None where no stage has
+    all that was fixed."""
     evaluator, space, _ = asked
     layers = evaluator.job.model.layers
     lines = least_memory(
@@ -104,6 +108,8 @@ def _closest(asked: Asked, every: Sequence[EqualPipeline]) -> _Miss:
         ((fullest(shape), shape) for shape in every), key=lambda pair: pair[0][0]
     )
     peak, words, terms, moment = _least_configuration(evaluator, space, shape, position, count)
+    if not terms:
+        return None
     if peak <= evaluator.limit_bytes:
         limit = evaluator.host_limit_bytes
         told = "not known" if math.isinf(limit) else f"{limit / GIB:.1f} GiB per GPU"
@@ -116,6 +122,28 @@ def _closest(asked: Asked, every: Sequence[EqualPipeline]) -> _Miss:
     )
     largest = f"largest part: {part_words(name, moment)} {terms[name] / GIB:.1f} GiB"
     return _Miss(asked, peak, (closest, largest))
+
+
+def _never(asked: Asked) -> InputError:
+    """What was fixed of host memory and no stage can have beside the rest."""
+    space, limits, target = asked.space, asked.limits, asked.evaluator.job.target
+    fixed = [f"offload.{kind}={fraction:g}" for kind, fraction in limits.offload.items()]
+    fixed += [f"zero={level}" for key, level in limits.fixed.items() if key == "zero"]
+    fixed += [f"recompute={limits.recompute}"] if limits.recompute else []
+    away, rules = {kind for kind, fraction in limits.offload.items() if fraction}, []
+    if "optimizer" in away and space.optimizer_offload_least_zero:
+        rules.append(f"optimizer states leave at zero {space.optimizer_offload_least_zero} or above")
+    if "weights" in away and (space.weights_least_zero or space.grads_follow_optimizer):
+        least = max(space.weights_least_zero, 3 * space.grads_follow_optimizer)
+        rules.append(f"weights leave at zero {least} or above")
+    if space.grads_follow_optimizer:
+        rules.append("gradients leave at zero 2 or above, with optimizer states and not without")
+    elif space.host_gradients is not None:
+        rules.append("what of gradients leaves follows the level and the optimizer's fraction")
+    if "activations" in away:
+        rules.append("of layers that are all run again no activations leave")
+    why = "; ".join(rules)
+    return InputError(f"--fix {','.join(fixed)}: no stage on target {target} has all of that: {why}")
 
 
 def _even(layers: int, stages: int) -> list[int]:

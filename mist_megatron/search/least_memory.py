@@ -131,7 +131,8 @@ def _lines(evaluator: StageEvaluator, space: Space, members: Sequence[StageSizes
     told = min(moments.shape[-1] for moments in by_kind)
     least = np.min([moments[..., :told] for moments in by_kind], axis=0)
     one, whole = least[:, 0], least[:, 1]
-    more = (whole - one) / max(layers - 1, 1)
+    # Where no configuration is valid both are infinite.
+    more = np.subtract(whole, one, out=np.zeros_like(one), where=np.isfinite(one)) / max(layers - 1, 1)
     return [StageLines(*pair) for pair in zip(one, more, strict=True)]
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from mist_megatron.errors import InputError
-from mist_megatron.search.space import FIX_KEYS, LIMIT_KEYS, ON_OFF_KEYS, OTHER_NAMES, SWITCH_KEYS, Limits
+from mist_megatron.search.space import (
+    FIX_KEYS,
+    LIMIT_KEYS,
+    OFFLOADS,
+    ON_OFF_KEYS,
+    OTHER_NAMES,
+    SWITCH_KEYS,
+    Limits,
+)
 from mist_megatron.spec import check
-from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, DISPATCHERS
+from mist_megatron.spec.kinds import CONTEXT_EXCHANGES, DISPATCHERS, KINDS
 from mist_megatron.spec.offloaded import OFFLOAD_MODULES, OffloadModule
 from mist_megatron.spec.recompute import MODULES, RECOMPUTE_KINDS, Module
 from mist_megatron.spec.schedule import INTERLEAVED
+
+_AWAY = dict(zip(KINDS, OFFLOADS, strict=True))
 
 
 def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str, ...]) -> Limits:
@@ -32,6 +43,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         if (banned := f"context_exchange.{exchange}") in forbid:
             raise InputError(f"--fix context_exchange={exchange} contradicts --forbid {banned}")
     offloaded = said.pop("offload_modules", None)
+    away = {kind: _fraction(name, said.pop(name)) for kind, name in _AWAY.items() if name in said}
     fixed = {key: _size("--fix", key, text) for key, text in said.items()}
     bounds = {key: _size("--max", key, text) for key, text in _pairs("--max", most, LIMIT_KEYS).items()}
     for name in forbid:
@@ -41,6 +53,9 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
             raise InputError(f"--fix {key}={value} contradicts --max {key}={bounds[key]}")
         if value and key in forbid:
             raise InputError(f"--fix {key}={value} contradicts --forbid {key}")
+    for kind, fraction in away.items():
+        if fraction and _AWAY[kind] in forbid:
+            raise InputError(f"--fix {_AWAY[kind]}={fraction:g} contradicts --forbid {_AWAY[kind]}")
     if recompute is not None and f"recompute.{recompute}" in forbid:
         raise InputError(f"--fix recompute={recompute} contradicts --forbid recompute.{recompute}")
     if fixed.get("vpp", 1) > 1 and INTERLEAVED in forbid:
@@ -55,6 +70,7 @@ def parse_limits(fix: tuple[str, ...], forbid: tuple[str, ...], most: tuple[str,
         dispatcher=next((kind for kind in DISPATCHERS if kind == dispatcher), None),
         context_exchange=next((kind for kind in CONTEXT_EXCHANGES if kind == exchange), None),
         offload_modules=None if offloaded is None else _offloaded(offloaded),
+        offload=away,
         forbidden=frozenset(forbid),
     )
     return _beside_offload(limits) if limits.offload_modules else limits
@@ -84,6 +100,16 @@ def _offloaded(text: str) -> tuple[OffloadModule, ...]:
     for name in named:
         check.known("--fix offload_modules", "module", name, (*OFFLOAD_MODULES, "none"))
     return tuple(module for module in OFFLOAD_MODULES if module in named)
+
+
+def _fraction(name: str, text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0.0 <= fraction <= 1.0:
+        raise InputError(f"--fix {name}: {text!r}; wanted a fraction from 0 to 1")
+    return fraction
 
 
 def _pairs(option: str, items: tuple[str, ...], keys: tuple[str, ...]) -> dict[str, str]:

@@ -277,6 +277,9 @@ def optimizer_instances(job: Job, space: Space, limits: Limits, shape: EqualPipe
             sizes = tuple(size for size in sizes if size < max(ranks, 2))
     if level > 1:
         sizes = tuple(size for size in sizes if size < max(ranks, 2))
+    if limits.offload.get("weights"):
+        # Of sub-groups weights stay (`Choices.axes`).
+        sizes = tuple(size for size in sizes if size == 1)
     if joint:
         sizes = tuple(size for size in sizes if size > 1 and level == 3)
     return tuple(size for size in sizes if limits.allows("instances", size))
@@ -296,6 +299,8 @@ def weight_copies(job: Job, space: Space, limits: Limits, shape: EqualPipeline) 
     if asked is not None:
         known = tuple(size for size in known if size == asked)
     elif job.cluster.groups or ranks <= per_node:
+        known = ()
+    if limits.offload.get("weights"):
         known = ()
     sizes = ((1,) if asked in (None, 1) else ()) + known
     return tuple(sorted(ranks // size if size > 1 else 1 for size in sizes if limits.allows("hpz", size)))

@@ -21,6 +21,7 @@ from mist_megatron.spec.kinds import (
     Dispatcher,
     PerKind,
     Range,
+    allows_fraction,
     narrower,
 )
 from mist_megatron.spec.offloaded import OffloadModule
@@ -393,8 +394,10 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 """What plan.yaml calls the same."""
 WIDTHS = ("grad_bytes", "optimizer_bytes")
 """Bytes a parameter, as usual unless --fix says otherwise: narrower ones change what is learnt."""
+OFFLOADS = tuple(f"offload.{kind}" for kind in KINDS)
+"""Fractions in host memory, the same of all stages where --fix says one."""
 WORDS = ("recompute", "recompute_modules", "dispatcher", "context_exchange", "offload_modules")
-FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *WIDTHS, *WORDS)
+FIX_KEYS = (*LIMIT_KEYS, *ON_OFF_KEYS, *WIDTHS, *WORDS, *OFFLOADS)
 SWITCH_KEYS = (
     "sequence_parallel",
     INTERLEAVED,
@@ -407,7 +410,7 @@ SWITCH_KEYS = (
     "tensor_over_nodes",
     "fewer_gpus",
     "offload_modules",
-    *(f"offload.{kind}" for kind in KINDS),
+    *OFFLOADS,
 )
 
 
@@ -427,6 +430,8 @@ class Limits:
     """How ranks that split sequences attend to each other's tokens."""
     offload_modules: tuple[OffloadModule, ...] | None = None
     """Modules whose saved activations leave for host memory; none where that is empty."""
+    offload: Mapping[str, float] = field(default_factory=dict)
+    """Fractions of kinds of bytes that every stage has in host memory."""
     forbidden: frozenset[str] = frozenset()
 
     def allows(self, key: str, value: int) -> bool:
@@ -457,7 +462,7 @@ def apply_limits(space: Space, limits: Limits) -> Space:
     return replace(
         space,
         zero=zero,
-        offload=replace(space.offload, **stay),
+        offload=replace(space.offload, **{**_fixed_offload(space, limits.offload), **stay}),
         ckpt=ckpt,
         recompute=kinds,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
@@ -465,3 +470,19 @@ def apply_limits(space: Space, limits: Limits) -> Space:
         interleaved=space.interleaved and INTERLEAVED not in banned,
         unequal=space.unequal and "unequal" not in banned,
     )
+
+
+def _fixed_offload(space: Space, fractions: Mapping[str, float]) -> dict[str, Range]:
+    fixed: dict[str, Range] = {}
+    for kind, allowed in space.offload.items():
+        fraction = fractions.get(kind)
+        if fraction is None:
+            continue
+        if not allows_fraction(allowed, fraction):
+            able = f"keeps {kind} on the GPU" if allowed == "none" else "moves all or nothing"
+            raise InputError(
+                f"--fix offload.{kind}={fraction:g}: space {space.name} on this target {able} here; wanted "
+                f"{0 if allowed == 'none' else '0 or 1'}"
+            )
+        fixed[kind] = fraction or "none"
+    return fixed

@@ -107,8 +107,8 @@ class Offload(PerKind[float]):
         return any(self.values())
 
 
-Range = Literal["none", "all_or_nothing", "any"]
-"""Which fractions of a kind of bytes can be kept in host memory."""
+Range = Literal["none", "all_or_nothing", "any"] | float
+"""Which fractions of a kind of bytes can be kept in host memory; a number is the only one."""
 _NARROW_TO_WIDE: tuple[Range, ...] = ("none", "all_or_nothing", "any")
 
 STAYS: PerKind[Range] = alike("none")
@@ -122,4 +122,19 @@ STATES_WHOLE: PerKind[Range] = PerKind(
 
 def narrower(left: PerKind[Range], right: PerKind[Range]) -> PerKind[Range]:
     """What both allow of each kind."""
-    return per_kind(lambda kind: min(left[kind], right[kind], key=_NARROW_TO_WIDE.index))
+    return per_kind(lambda kind: _narrower(left[kind], right[kind]))
+
+
+def _narrower(one: Range, other: Range) -> Range:
+    number, wide = (one, other) if isinstance(one, float) else (other, one)
+    if isinstance(number, float):
+        allowed = number == wide if isinstance(wide, float) else allows_fraction(wide, number)
+        return number if allowed else "none"
+    return min(one, other, key=_NARROW_TO_WIDE.index)
+
+
+def allows_fraction(allowed: Range, fraction: float) -> bool:
+    """Whether a fraction of a kind of bytes can be in host memory."""
+    if isinstance(allowed, float):
+        return fraction == allowed
+    return fraction == 0.0 or allowed == "any" or (allowed == "all_or_nothing" and fraction == 1.0)

@@ -433,7 +433,7 @@ REFUSED = {
     ),
     "patches": (
         {"model": MIXTRAL, "target": "megatron+patches", "execution": Execution(decoupled_step=True)},
-        "know no experts",
+        "not tried with the experts",
     ),
     "bias of the router alone": (
         {"model": replace(TURNS, experts=replace(TURNS.experts, router_bias=True))}, "router_bias true",
