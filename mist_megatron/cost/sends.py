@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mist_megatron.cost.boundary import hop_seconds, sent_by_rank
 from mist_megatron.cost.grid import StageGrid
@@ -15,7 +16,7 @@ from mist_megatron.cost.traffic import replica_nodes
 from mist_megatron.cost.work import LayerWork, StageWork, recomputed_layer
 from mist_megatron.price.overlap import COMPUTE, DEVICE_TO_HOST, GPU_GPU, until_done
 from mist_megatron.price.prices import Array, any_of
-from mist_megatron.spec.mesh import StageRole, boundary_crossing_share
+from mist_megatron.spec.mesh import Group, StageRole, boundary_crossing_share
 
 
 def sent_to_neighbours(work: StageWork) -> tuple[Linear | None, Linear | None]:
@@ -251,6 +252,8 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
     slower = forward.slower_s + backward.slower_s
     if sends.own_s[0] is not sends.own_s[1]:
         slower = 0.5 * sum((one.slower_s for hop in sends.own_s for one in beside(hop)), start=ZERO)
+    if any_of(layer.forward.sent_s):
+        slower = slower + chunks * a_layer * tokens_slowed_s(work, layer)
     link = np.maximum(forward.waits_s + backward.waits_s - forward.spare_s - backward.spare_s, 0.0)
     round_trip = np.maximum(forward.waits_s, backward.waits_s)
     if sends.every:
@@ -274,6 +277,40 @@ def _per_layer(sends: _Sends, layer: LayerWork) -> tuple[Array, Array]:
     in_chunk = (alone if two else stages * link) - pairs * slower - (pairs + stages) * waits
     in_chunk = in_chunk + pairs * more_s
     return slower + exposed, in_chunk / chunks
+
+
+def tokens_slowed_s(work: StageWork, layer: LayerWork) -> Array:
+    """By how much longer tokens of a chunk's first layer travel, both ways, while the result of the stage's
+    last pass goes over the same links, of which each has half. A first stage's first chunk sends no gradients
+    before a forward pass, and a last one's last chunk nothing before a backward pass."""
+    grid, context = work.grid, work.context
+    there, back = layer.forward, layer.backward
+    attention_s, ends = there.compute_s - there.inside_s, 1.0 - 1.0 / grid.vpp
+    some = ends if grid.role is StageRole.FIRST else 1.0, ends if grid.role is StageRole.LAST else 1.0
+    slowed_s: Array = ZERO
+    for share, hop in _hops_of_kind(work, context.mesh(grid).nodes(Group.EXPERT_ALL) > 1.0):
+        # Backward passes begin with them, behind what is run again.
+        passes = (some[0], attention_s, there), (some[1], layer.recompute_s, back)
+        for part, before_s, one in passes:
+            journey_s, left_s = one.sent_s / 2.0, np.maximum(hop - before_s, 0.0)
+            first_s = np.minimum(journey_s, left_s)
+            left_s = np.maximum(left_s - first_s - one.inside_s, 0.0)
+            slowed_s = slowed_s + share * part * (first_s + np.minimum(journey_s, left_s))
+    return slowed_s
+
+
+def _hops_of_kind(work: StageWork, between: NDArray[np.bool_]) -> list[tuple[Array, Array]]:
+    """Sends between nodes or inside them, with their share of all."""
+    grid, boundary, context = work.grid, work.boundary, work.context
+    if grid.placed is not None:
+        spans = grid.placed.every_border
+        hops = _placed_hops(work, spans)
+        part = 1.0 / len(spans)
+        alike = [np.asarray(any(span.nodes > 1 for span in one)) == between for one in spans]
+        return [(part * same, hop) for same, hop in zip(alike, hops, strict=True)]
+    share = np.asarray(_crossing_share(grid, context, None))
+    hop = np.where(between, boundary.across_s, boundary.inside_s)
+    return [(np.where(between, share, 1.0 - share), hop)]
 
 
 _COPIED = 1 << GPU_GPU | 1 << DEVICE_TO_HOST
