@@ -25,19 +25,23 @@ from mist_megatron.targets.rules import job_rules
 from mist_megatron.targets.table import TARGETS
 
 FORBIDDEN = frozenset({"unequal"})
-"""A recipe is copied by people who then change it: its stages all have the same grid and micro-batch."""
+"""A recipe is copied by people who then change it: its stages all have the same grid and micro-batch, ..."""
+STEPPED = FORBIDDEN | {"decoupled_step"}
+"""... and its optimizer steps as the framework's own does ..."""
+WORTH = 0.005
+"""... but where decoupled steps gain this share of a step."""
 
 
 def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     """File name -> text. Everything follows from the job: no time of day, no seconds spent."""
-    tuned = _search(job, "full", job.target)
+    forbidden, tuned = _tuned(job)
     own = TARGETS[job.target].hand_made if TARGETS[job.target].all_by_hand else ()
     spaces = {
         space: tuned if space in own else _baseline(job, space, target)
         for target, named in HAND_MADE.items()
         for space in named
     }
-    plan = recipe_plan(tuned, spaces, _published(job))
+    plan = recipe_plan(tuned, spaces, _published(job), forbidden)
     files = emitted(plan)
     other = spaces["deepspeed"]
     if "ds_config.json" not in files and not isinstance(other, MistError):
@@ -45,6 +49,19 @@ def build_recipe(name: str, job: RecipeJob) -> dict[str, str]:
     files["WHY.md"] = why_page(plan)
     files["README.md"] = readme_page(name, plan, list(files))
     return files
+
+
+def _tuned(job: RecipeJob) -> tuple[frozenset[str], Tuned]:
+    """The best plan, and what was forbidden to find it."""
+    tuned = _search(job, "full", job.target)
+    if tuned.plan.execution.decoupled_step:
+        try:
+            plain = _search(job, "full", job.target, STEPPED)
+        except NoFeasiblePlan:
+            return FORBIDDEN, tuned
+        if tuned.iteration_s > (1.0 - WORTH) * plain.iteration_s:
+            return STEPPED, plain
+    return FORBIDDEN, tuned
 
 
 def _published(job: RecipeJob) -> Mapping[str, Any] | None:
@@ -63,7 +80,10 @@ def _published(job: RecipeJob) -> Mapping[str, Any] | None:
 
 
 def recipe_plan(
-    tuned: Tuned, spaces: Mapping[str, Tuned | MistError], published: Mapping[str, Any] | None = None
+    tuned: Tuned,
+    spaces: Mapping[str, Tuned | MistError],
+    published: Mapping[str, Any] | None = None,
+    forbidden: frozenset[str] = FORBIDDEN,
 ) -> Plan:
     """The best plan; nothing in its prediction and provenance depends on when it was made."""
     best = tuned.plan
@@ -71,8 +91,7 @@ def recipe_plan(
     about["compared"] = {space: _compared(other) for space, other in spaces.items()}
     if published is not None:
         about["published"] = dict(published)
-    if FORBIDDEN:
-        about["forbid"] = sorted(FORBIDDEN)
+    about["forbid"] = sorted(forbidden)
     prediction = short_prediction(prediction_document(tuned.prediction))
     return replace(best, prediction=prediction, provenance=rounded(about))
 
@@ -100,8 +119,8 @@ def _best_deepspeed(tuned: Tuned) -> str:
     return json.dumps(json.loads(text), indent=2) + "\n"
 
 
-def _search(job: RecipeJob, space: str, target: TargetName) -> Tuned:
-    settings = Settings(limits=Limits(forbidden=FORBIDDEN))
+def _search(job: RecipeJob, space: str, target: TargetName, forbidden: frozenset[str] = FORBIDDEN) -> Tuned:
+    settings = Settings(limits=Limits(forbidden=forbidden))
     return tune(job.job(target), space=space_named(space), settings=settings)
 
 

@@ -19,16 +19,18 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 2
+  --micro-batch-size 4
   --global-batch-size 512
   --tensor-model-parallel-size 4
-  --pipeline-model-parallel-size 2
+  --pipeline-model-parallel-size 1
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et*5|t*5|t*5|t*5|t*5|t*5|t*5|t*5|t*4|t*4L'
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
-  --overlap-param-gather
   --tp-comm-overlap
   --cross-entropy-loss-fusion
+  --optimizer-offload-fraction 0.75
 )

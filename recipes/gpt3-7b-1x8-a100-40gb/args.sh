@@ -19,15 +19,21 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 8
   --global-batch-size 128
   --tensor-model-parallel-size 4
   --pipeline-model-parallel-size 1
   --sequence-parallel
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
-  --overlap-param-gather
   --tp-comm-overlap
   --cross-entropy-loss-fusion
+  --recompute-granularity full
+  --recompute-method block
+  --recompute-num-layers 1
+  --optimizer-offload-fraction 0.125
 )

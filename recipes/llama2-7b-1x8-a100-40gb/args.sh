@@ -22,16 +22,18 @@ MEGATRON_ARGS=(
   --make-vocab-size-divisible-by 128
   --bf16
   --attention-backend flash
-  --micro-batch-size 4
+  --micro-batch-size 8
   --global-batch-size 128
-  --tensor-model-parallel-size 2
-  --pipeline-model-parallel-size 2
+  --tensor-model-parallel-size 4
+  --pipeline-model-parallel-size 1
   --sequence-parallel
-  --pipeline-model-parallel-layout 'Et|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|t|tL'
   --use-distributed-optimizer
+  --optimizer-cpu-offload
+  --use-precision-aware-optimizer
+  --overlap-cpu-optimizer-d2h-h2d
   --accumulate-allreduce-grads-in-fp32
   --overlap-grad-reduce
-  --overlap-param-gather
   --tp-comm-overlap
   --cross-entropy-loss-fusion
+  --optimizer-offload-fraction 0.125
 )
