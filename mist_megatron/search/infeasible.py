@@ -53,7 +53,7 @@ def no_plan(ways: Sequence[Asked]) -> NoFeasiblePlan:
     each = [_closest(one, every) for one, every in differing(ways)]
     misses = [miss for miss in each if miss is not None]
     asked = ways[-1]
-    if each and not misses:
+    if each and not misses and ways[0].limits.offload:
         raise _never(ways[0])
     if misses:
         miss = min(misses, key=lambda miss: miss.peak_bytes)

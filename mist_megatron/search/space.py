@@ -462,7 +462,7 @@ def apply_limits(space: Space, limits: Limits) -> Space:
     return replace(
         space,
         zero=zero,
-        offload=replace(space.offload, **{**_fixed_offload(space, limits.offload), **stay}),
+        offload=_fixed_offload(space.name, replace(space.offload, **stay), limits.offload),
         ckpt=ckpt,
         recompute=kinds,
         sequence_parallel=space.sequence_parallel and "sequence_parallel" not in banned,
@@ -472,17 +472,16 @@ def apply_limits(space: Space, limits: Limits) -> Space:
     )
 
 
-def _fixed_offload(space: Space, fractions: Mapping[str, float]) -> dict[str, Range]:
+def _fixed_offload(name: str, ranges: PerKind[Range], fractions: Mapping[str, float]) -> PerKind[Range]:
+    """What is left of the ranges of a space of that name."""
     fixed: dict[str, Range] = {}
-    for kind, allowed in space.offload.items():
-        fraction = fractions.get(kind)
-        if fraction is None:
-            continue
+    for kind, fraction in fractions.items():
+        allowed = dict(ranges.items())[kind]
         if not allows_fraction(allowed, fraction):
             able = f"keeps {kind} on the GPU" if allowed == "none" else "moves all or nothing"
             raise InputError(
-                f"--fix offload.{kind}={fraction:g}: space {space.name} on this target {able} here; wanted "
+                f"--fix offload.{kind}={fraction:g}: space {name} on this target {able} here; wanted "
                 f"{0 if allowed == 'none' else '0 or 1'}"
             )
         fixed[kind] = fraction or "none"
-    return fixed
+    return replace(ranges, **fixed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from jobs import small_job
@@ -11,6 +12,8 @@ from mist_megatron.ask.tune import tune
 from mist_megatron.errors import InputError, NoFeasiblePlan
 from mist_megatron.search.limits import parse_limits
 from mist_megatron.search.search import Settings
+from mist_megatron.spec.catalogue import gpu
+from mist_megatron.spec.cluster import cluster_of
 from mist_megatron.spec.kinds import KINDS
 from mist_megatron.spec.plan import TargetName
 
@@ -64,6 +67,20 @@ def test_what_cannot_be_is_refused_in_a_line(target: TargetName, fix: str, words
     with pytest.raises(InputError, match=words) as raised:
         found(small_job(target), fix)
     assert "\n" not in raised.value.message
+
+
+def test_a_fraction_is_refused_beside_what_keeps_states_on_the_gpu() -> None:
+    """Weights in 8 bits alone do, but by delayed scaling."""
+    job = small_job("megatron")
+    job = replace(
+        job,
+        cluster=cluster_of(gpu("h100-sxm-80gb"), 4),
+        training=replace(job.training, precision="fp8"),
+        execution=replace(job.execution, quantization="tensorwise"),
+    )
+    assert found(job, "fp8_param_gather=1").plan.execution.fp8_param_gather
+    with pytest.raises(InputError, match=r"offload.optimizer=0.5: .* keeps optimizer on the GPU"):
+        found(job, "fp8_param_gather=1,offload.optimizer=0.5")
 
 
 def test_what_contradicts_is_refused() -> None:
