@@ -237,8 +237,8 @@ LEFT_OUT = (
         words=_states,
     ),
     LeftOut(
-        told="decoupled steps beside chunks that take turns, told up to 8 % too fast, unless "
-        "`--fix decoupled_step=1` asks for them",
+        told="decoupled steps beside chunks that take turns, told up to 8 % too fast (of 16 random plans), "
+        "unless `--fix decoupled_step=1` asks for them",
         words=_stepped,
     ),
     LeftOut(

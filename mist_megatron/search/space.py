@@ -475,8 +475,10 @@ def apply_limits(space: Space, limits: Limits) -> Space:
 def _fixed_offload(name: str, ranges: PerKind[Range], fractions: Mapping[str, float]) -> PerKind[Range]:
     """What is left of the ranges of a space of that name."""
     fixed: dict[str, Range] = {}
-    for kind, fraction in fractions.items():
-        allowed = dict(ranges.items())[kind]
+    for kind, allowed in ranges.items():
+        fraction = fractions.get(kind)
+        if fraction is None:
+            continue
         if not allows_fraction(allowed, fraction):
             able = f"keeps {kind} on the GPU" if allowed == "none" else "moves all or nothing"
             raise InputError(
